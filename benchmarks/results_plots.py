@@ -1,8 +1,10 @@
-"""The plots of docs/results.md, from the committed results.
+"""The plots of docs/results.md, from the committed results or from one's own.
 
     python -m benchmarks.results_plots [--out docs/images/results]
+    python -m benchmarks.results_plots --results FOLDER [--data-root DIR] --out PLOTS
 
-Nothing is measured: every figure comes from a JSON file in ``benchmarks/results``.
+Nothing is measured: every figure comes from a JSON file in ``benchmarks/results``, or in a folder that a benchmark
+wrote; what needs a file that is not there is left out. A run of ``benchmarks.experiments`` has the paper's plots, too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from benchmarks.experiments.data import load_data
+from benchmarks.experiments.plots import draw_all
 from benchmarks.style import COLOURS, GREY, finish, subplots
 from benchmarks.transfer.families import FAMILIES, RIVALS_KNOWN, RIVALS_RIGHT, auroc, has, r_auroc
 from benchmarks.transfer.results import read_results
@@ -40,14 +44,14 @@ _METHODS = {
 }
 
 
-def transfer_points(folder: Path = RESULTS / "transfer") -> dict[str, dict[str, dict[str, float]]]:
+def transfer_points(folder: Path = RESULTS) -> dict[str, dict[str, dict[str, float]]]:
     """Means over the encoders of each family.
 
     Returns:
         For the questions ``"right"`` and ``"known"``, by the score's title and the family's: R-AUROC, or the mean AUROC
         over kinds of unknown inputs.
     """
-    results = read_results(folder)
+    results = read_results(folder / "transfer")
     points: dict[str, dict[str, dict[str, float]]] = {"right": {}, "known": {}}
     for start, title in FAMILIES.items():
         mine = [result for result in results if result["name"].startswith(start)]
@@ -62,11 +66,11 @@ def transfer_points(folder: Path = RESULTS / "transfer") -> dict[str, dict[str, 
     return points
 
 
-def plot_transfer() -> Figure:
+def plot_transfer(folder: Path) -> Figure:
     """Is the neighbour right, is the input known: every family of encoders, and the best other score beside ours."""
     figure, both = subplots(10, 4.2, 2, sharey=True)
     titles = {"right": "Is the nearest neighbour right?", "known": "Is the input of a known kind?"}
-    for axes, (question, scores) in zip(both, transfer_points().items(), strict=True):
+    for axes, (question, scores) in zip(both, transfer_points(folder).items(), strict=True):
         for (score, values), colour, marker in zip(scores.items(), COLOURS, _MARKERS, strict=False):
             axes.plot(list(values.values()), list(values), marker, color=colour, label=score)
         axes.axvline(0.5, color=GREY, linewidth=1, linestyle=":")
@@ -78,10 +82,11 @@ def plot_transfer() -> Figure:
     return figure
 
 
-def plot_methods() -> Figure:
+def plot_methods(folder: Path) -> Figure:
     """The compared methods: does the uncertainty tell unknown inputs, and rank retrievals?"""
     figure, both = subplots(9, 3.4, 2, sharey=True)
-    rows = {dim: _read(f"methods_fashionmnist_d{dim}.json")["rows"] for dim in (3, 32)}
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in _method_files(folder)]
+    rows = {run["config"]["dim"]: run["rows"] for run in runs}
     titles = {"auroc": "Unknown inputs", "ausc": "Retrievals"}
     for axes, figure_name in zip(both, titles, strict=True):
         for (dim, found), colour, marker in zip(rows.items(), COLOURS, _MARKERS, strict=False):
@@ -99,10 +104,10 @@ def plot_methods() -> Figure:
     return figure
 
 
-def plot_speed() -> Figure:
+def plot_speed(folder: Path) -> Figure:
     """The curvature of a last layer 9216 -> 3: 64 points, 5000 triplets, arccos."""
     figure, (axes,) = subplots(7, 2.8)
-    cases = [case for case in _read("curvature.json")["cases"] if case["case"] == "pairwise"]
+    cases = [case for case in _read(folder, "curvature.json")["cases"] if case["case"] == "pairwise"]
     cases = [case for case in cases if case["distance"] == "arccos" and case["pd_fix"] in ("fixed", "positive", "full")]
     ways = {"node": "node form", "chunked": "every pair, 64 at a time", "pairwise": "every pair at once"}
     for (way, title), colour, shift in zip(ways.items(), COLOURS, (-0.26, 0, 0.26), strict=False):
@@ -116,10 +121,10 @@ def plot_speed() -> Figure:
     return figure
 
 
-def plot_threshold() -> Figure:
+def plot_threshold(folder: Path) -> Figure:
     """The share of known inputs that ``is_known(alpha)`` flags, for every encoder."""
     figure, (axes,) = subplots(5, 3.2)
-    found = _read("threshold.json")
+    found = _read(folder, "threshold.json")
     for values in found["encoders"].values():
         axes.plot(found["alphas"], values["split"], "o", color=COLOURS[0], alpha=0.3, markersize=5)
     axes.plot([0, 0.12], [0, 0.12], color=GREY, linewidth=1, linestyle=":")
@@ -130,29 +135,50 @@ def plot_threshold() -> Figure:
     return figure
 
 
-PLOTS: Mapping[str, Callable[[], Figure]] = {
+PLOTS: Mapping[str, Callable[[Path], Figure]] = {
     "transfer": plot_transfer,
     "methods": plot_methods,
     "speed": plot_speed,
     "threshold": plot_threshold,
 }
 """The plots by the name of their file."""
+_NEEDED = {"transfer": "transfer/*.json", "speed": "curvature.json", "threshold": "threshold.json"}
 
 
-def _read(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+def _method_files(folder: Path) -> list[Path]:
+    """Those of the committed results, or that of a run."""
+    return sorted(folder.glob("methods_fashionmnist_d*.json")) or sorted(folder.glob("results.json"))
+
+
+def _read(folder: Path, name: str) -> Any:
+    return json.loads((folder / name).read_text(encoding="utf-8"))
+
+
+def _draw_run(run: Path, root: Path, out: Path) -> None:
+    """Calibration curves, ROC, sparsification, and images of lowest and highest uncertainty of every seed."""
+    config = _read(run, "config.json")
+    sizes = (config["train_size"], config["test_size"])
+    data = load_data(config["data"], root, *sizes, ood=config["ood"], size=config["image_size"])
+    for seed in sorted(int(path.name.removeprefix("seed")) for path in run.glob("seed*")):
+        draw_all(run, data, config["table"], seed, out / f"seed{seed}")
+        print(out / f"seed{seed}")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Draw all plots as SVG."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help="folder (default: docs/images/results)")
-    out: Path = parser.parse_args(arguments).out
-    out.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results, or of a run of the tables")
+    parser.add_argument("--data-root", type=Path, default=Path("data"), help="of a run's data (default: %(default)s)")
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": "contrastive_curvature"}):  # the same bytes each time
         for name, plot in PLOTS.items():
-            plot().savefig(out / f"{name}.svg", metadata={"Date": None})
-            print(out / f"{name}.svg")
+            if _method_files(given.results) if name == "methods" else any(given.results.glob(_NEEDED[name])):
+                plot(given.results).savefig(given.out / f"{name}.svg", metadata={"Date": None})
+                print(given.out / f"{name}.svg")
+    if (given.results / "config.json").is_file():
+        _draw_run(given.results, given.data_root, given.out)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ paper's text in several of its figures; each is here under its name with ``_rele
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.data import RetrievalData, Split
+from benchmarks.experiments.data import RetrievalData, Split, rank
 from benchmarks.experiments.methods.scores import NEIGHBORS
 from benchmarks.experiments.plan import ALPHAS, NOVELTY, OWN, UNCERTAINTY
 from benchmarks.experiments.training import Fitted, Prediction
@@ -33,9 +33,9 @@ class Evaluation:
             score with embeddings of its own has the figures of their retrieval too.
         seconds: ``"predict"``: mean and uncertainty of all test images, in and out of distribution; ``"predict_NAME"``:
             the same for a variant, where it is known. ``"votes"``.
-        curves: What the plots show: ``scores``, each of the test images (N,) and of those out of distribution (M,);
-            ``precision_at_1`` of every query, NaN without a positive (N,); ``nearest``, the index of each query's
-            nearest neighbour (N,); ``calibration`` of the votes: confidence, accuracy, count, error.
+        curves: What the plots show: ``scores``, each of the test images (N,) and of those out of distribution (M,)
+            or ``None``; ``precision_at_1`` of every query, NaN without a positive (N,); ``nearest``, the index of each
+            query's nearest neighbour (N,); ``calibration`` of the votes: confidence, accuracy, count, error.
     """
 
     figures: Figures
@@ -54,12 +54,21 @@ def evaluate(method: Fitted, data: RetrievalData, *, n_votes: int, seed: int) ->
         seed: Of them.
     """
     inside, seconds = _predict(method, data.test)
-    outside, more = _predict(method, data.ood)
-    seconds = {name: taken + more[name] for name, taken in seconds.items()}
-    ranking, nearest = retrieve(inside.mean, data.test.targets, inside.metric)
+    outside = held = None
+    if data.ood is not None:
+        outside, more = _predict(method, data.ood)
+        seconds = {name: taken + more[name] for name, taken in seconds.items()}
+    if data.gallery is not None:
+        held = method.predict(data.gallery)
+    gallery_targets = None if data.gallery is None else data.gallery.targets
+
+    def among_all(z: Tensor, gallery: Tensor | None) -> tuple[metrics.Ranking, Tensor]:
+        return retrieve(z, data.test.targets, inside.metric, gallery, gallery_targets)
+
+    ranking, nearest = among_all(inside.mean, None if held is None else held.mean)
     precision = metrics.average_precision_at_k(ranking, 1)
-    others = _by_name(outside)
-    scores = {name: (score, others[name]) for name, score in _by_name(inside).items()}
+    others, among = ({} if part is None else _by_name(part) for part in (outside, held))
+    scores = {name: (score, others.get(name)) for name, score in _by_name(inside).items()}
     found = _map(ranking)
     found |= {f"recall_at_{k}": metrics.recall_at_k(ranking, k) for k in (1, 5, 10)}
     if bool(precision.isnan().any()):
@@ -69,14 +78,14 @@ def evaluate(method: Fitted, data: RetrievalData, *, n_votes: int, seed: int) ->
         variants[name] = {
             "ausc": metrics.ausc(known, precision),
             "r_auroc": r_auroc(known, precision),
-            "ausc_released": ausc_released(known, ranking.relevant[:, 0], known[nearest]),
+            "ausc_released": ausc_released(known, ranking.relevant[:, 0], among.get(name, known)[nearest]),
             **_detection(known, unknown),
         }
     if NOVELTY in scores:
         variants[OWN] |= _detection(*scores[NOVELTY])
     for name, mean in inside.means.items():
-        variants[name] |= _map(retrieve(mean, data.test.targets, inside.metric)[0])
-    if data.calibration is not None and inside.p_value is not None and outside.p_value is not None:
+        variants[name] |= _map(among_all(mean, None if held is None else held.means[name])[0])
+    if data.calibration is not None and outside is not None and inside.p_value is not None:
         for alpha in ALPHAS:
             # Where there are enough known images to say so at all.
             if alpha >= 1 / (len(data.calibration) + 1):
@@ -97,10 +106,27 @@ def evaluate(method: Fitted, data: RetrievalData, *, n_votes: int, seed: int) ->
     return Evaluation(found, variants, seconds, curves)
 
 
-def retrieve(z: Tensor, labels: Tensor, metric: metrics.neighbors.Metric = "cosine") -> tuple[metrics.Ranking, Tensor]:
-    """Find ten nearest neighbours of embeddings (N, D), leave-one-out: which are right, and the nearest (N,)."""
-    nearest = metrics.nearest_neighbors(z, k=NEIGHBORS, metric=metric)
-    return metrics.rank_by_labels(nearest, labels), nearest[:, 0]
+def by_released_code(found: Evaluation) -> Evaluation:
+    """The same with the released code's AUPRC, AUSC and ECE in place of the library's."""
+
+    def swapped(figures: Figures) -> Figures:
+        return figures | {key: figures[f"{key}_released"] for key in figures if f"{key}_released" in figures}
+
+    variants = {name: swapped(figures) for name, figures in found.variants.items()}
+    own = {key: value for key, value in variants.get(OWN, {}).items() if key in found.figures}
+    return replace(found, figures=swapped(found.figures) | own, variants=variants)
+
+
+def retrieve(
+    z: Tensor,
+    targets: Tensor,
+    metric: metrics.neighbors.Metric = "cosine",
+    gallery: Tensor | None = None,
+    gallery_targets: Tensor | None = None,
+) -> tuple[metrics.Ranking, Tensor]:
+    """Find ten nearest neighbours of embeddings (N, D): which are right, and the nearest (N,)."""
+    nearest = metrics.nearest_neighbors(z, gallery, k=NEIGHBORS, metric=metric)
+    return rank(nearest, targets, gallery_targets), nearest[:, 0]
 
 
 def _predict(method: Fitted, split: Split) -> tuple[Prediction, dict[str, float]]:
@@ -129,7 +155,9 @@ def _by_name(prediction: Prediction) -> dict[str, Tensor]:
     return own | prediction.variants
 
 
-def _detection(known: Tensor, unknown: Tensor) -> Figures:
+def _detection(known: Tensor, unknown: Tensor | None) -> Figures:
+    if unknown is None:
+        return {}
     return {
         "auroc": metrics.auroc(known, unknown),
         "auprc": metrics.auprc(known, unknown),

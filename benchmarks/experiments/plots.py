@@ -1,4 +1,8 @@
-"""Plots of one seed with all its finished methods, where each score is shown for the question that it answers."""
+"""Plots of one seed with all its finished methods, where each score is shown for the question that it answers.
+
+Of the paper's: calibration curves (figure 6), ROC (7), images of lowest and highest uncertainty (8, 9), sparsification
+(10). A run draws them at its end; ``python -m benchmarks.results_plots --results RUN`` draws them again.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +29,18 @@ _SHOWN = 10
 _STYLES = [{"color": f"C{number}", "linestyle": style} for style in ("-", "--", "-.", ":") for number in range(10)]
 
 
-def draw_all(out: Path, data: RetrievalData, table: str, seed: int) -> None:
-    """Draw what a seed has so far into ``plots/`` of the run folder, as PNG."""
-    (out / "plots").mkdir(exist_ok=True)
+def draw_all(run: Path, data: RetrievalData, table: str, seed: int, out: Path | None = None) -> None:
+    """Draw what a seed of a run has so far into a folder, by default ``plots/`` of the run's, as PNG."""
+    out = run / "plots" if out is None else out
+    out.mkdir(parents=True, exist_ok=True)
     found = []
     for row in known_rows(table):
-        path = out / f"seed{seed}" / f"{row.key}.json"
+        path = run / f"seed{seed}" / f"{row.key}.json"
         if path.is_file() and "failed" not in json.loads(path.read_text(encoding="utf-8")):
             found.append((row, torch.load(path.with_suffix(".pt"), map_location="cpu", weights_only=True)))
     with plt.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130}):
         for name, figure in _figures(found, data, table, seed):
-            figure.savefig(out / "plots" / f"{name}.png", bbox_inches="tight")
+            figure.savefig(out / f"{name}.png", bbox_inches="tight")
             plt.close(figure)
 
 
@@ -51,7 +56,8 @@ def _figures(found: list[Any], data: RetrievalData, table: str, seed: int) -> It
                 style = next(styles)
                 # Of a method with two scores, that which belongs into plots of detection, or of retrieval.
                 two = name == OWN and NOVELTY in curves["scores"]
-                _roc(roc, *curves["scores"][NOVELTY if two else name], f"{title}{', novelty' * two}", style)
+                if data.ood is not None:
+                    _roc(roc, *curves["scores"][NOVELTY if two else name], f"{title}{', novelty' * two}", style)
                 inside, label = curves["scores"][name][0], f"{title}{', uncertainty' * two}"
                 _sparsification(sparsification, inside, curves["precision_at_1"], label, style)
         if curves["calibration"] is not None:
@@ -95,18 +101,22 @@ def _sparsification(axes: Axes, inside: Tensor, precision: Tensor, title: str, s
 def draw_images(data: RetrievalData, curves: dict[str, Any], title: str) -> Figure:
     """Draw the ten images of lowest and of highest uncertainty in distribution, and of novelty out of it.
 
-    In distribution a red caption marks a wrong nearest neighbour.
+    In distribution a red caption marks a wrong nearest neighbour (paper, figures 8 and 9).
     """
     novelty = NOVELTY if NOVELTY in curves["scores"] else OWN
-    sets = ((data.title, data.test, curves["scores"][OWN][0]), (data.ood_title, data.ood, curves["scores"][novelty][1]))
-    figure, grid = plt.subplots(4, _SHOWN, figsize=(1.15 * _SHOWN, 7), layout="constrained")
-    lines = iter(grid)
+    sets = [(data.title, data.test, curves["scores"][OWN][0])]
+    if data.ood is not None:
+        sets.append((data.ood_title, data.ood, curves["scores"][novelty][1]))
+    lines = 2 * len(sets)
+    figure, grid = plt.subplots(lines, _SHOWN, figsize=(1.15 * _SHOWN, 1.75 * lines), layout="constrained")
+    every = iter(grid)
     for name, split, values in sets:
         for end, descending in (("lowest", False), ("highest", True)):
-            line = next(lines)
+            line = next(every)
             rows = values.argsort(descending=descending)[:_SHOWN].tolist()
             for axes, row, image in zip(line, rows, split.images(rows), strict=False):
-                axes.imshow(image[0].numpy(), cmap="gray")
+                pixels = image.movedim(0, -1).numpy()  # one channel, or three
+                axes.imshow((pixels - pixels.min()) / (pixels.max() - pixels.min()), cmap="gray")
                 axes.set(xticks=[], yticks=[])
                 axes.grid(False)
                 wrong = split is data.test and float(curves["precision_at_1"][row]) == 0

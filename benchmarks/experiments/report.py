@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments import plan
-from benchmarks.experiments.data import RetrievalData
+from benchmarks.experiments.data import DATASETS, RetrievalData
 from benchmarks.machine import table, write_atomically
 
-FORMAT = 5
+FORMAT = 6
 """Of run folders."""
 _POSTERIOR = "laplace_posthoc"
 _EXTRA = {
@@ -148,9 +148,12 @@ def table_page(results: Results) -> str:
         figures = found[row.key]["figures"]
         lines.append([row.title, *(shown(figures.get(key)) for key in columns), len(found[row.key]["seeds"])])
         if row.key in paper:
-            lines.append(_paper_line(f"*paper, {plan.PAPER_DATA[config['table']]}*", paper[row.key], columns))
-    if "hib" in paper and "hib" not in found:
-        lines.append(_paper_line(f"*HIB; paper, {plan.PAPER_DATA[config['table']]}*", paper["hib"], columns))
+            lines.append(_paper_line("*paper*", paper[row.key], columns))
+    lines += [
+        _paper_line(f"*{row.title}; paper*", paper[row.key], columns)
+        for row in plan.known_rows(config["table"])
+        if row.key in paper and row.key not in found
+    ]
     variants = {
         key: title
         for key, title in _VARIANTS.items()
@@ -169,11 +172,11 @@ def table_page(results: Results) -> str:
     classes = "" if config["per_class"] is None else f" of {config['per_class']} images a class"
     passes = "" if config["dropout_passes"] is None else f", {config['dropout_passes']} at most for MC dropout"
     sizes = (
-        f"{data['train']:,} training, {data['test']:,} test images, {data['ood']:,} out of distribution. Network "
+        f"{data['train']:,} training, {data['test']:,} test images, {data['ood'] or 0:,} out of distribution. Network "
         f"{config['network']}, {config['dim']} dimensions; {config['epochs']} epochs in batches of "
         f"{config['batch_size']}{classes}, learning rate {config['lr']:g}, margin {config['margin']:g}; "
-        f"{config['n_samples']} samples{passes}; memory factor of online LAM {config['memory_factor']:g}; training in "
-        f"{config['precision']}."
+        f"{config['n_samples']} samples{passes}; protocol {config['protocol']}, memory factor of online LAM "
+        f"{config['memory_factor']:g}; training in {config['precision']}."
     )
     return "\n\n".join(
         [
@@ -226,10 +229,14 @@ def _notes(results: Results, paper: bool) -> list[str]:
             "deviation."
         )
     if paper:
-        data = plan.PAPER_DATA[config["table"]]
+        data = DATASETS[plan.ABLATION_DATA if config["table"] == "1" else config["data"]].title
         notes.append(f"*Paper*: Warburg et al. (2023), on {data}, mean ± standard deviation of five runs.")
-        if config["table"] == "2" and (config["dim"], config["epochs"], config["train_size"]) != (3, 20, None):
-            notes.append("Not the paper's setting (dimension 3, 20 epochs, all training images): compare with care.")
+        usual = plan.defaults_of(config["table"], config["data"])
+        if any(config[name] != usual[name] for name in ("dim", "epochs")) or config["train_size"] is not None:
+            wanted = f"dimension {usual['dim']}, {usual['epochs']} epochs, all training images"
+            notes.append(f"Not the paper's setting ({wanted}): compare with care.")
+    if config["protocol"] == "released":
+        notes.append("Protocol of the released code: AUPRC, AUSC and ECE of the first table are by its definitions.")
     notes += [f"**Failed**: {one['row']}, seed {one['seed']}: {one['failed']}" for one in results["failed"]]
     return notes + machines(results["cells"])
 
@@ -285,7 +292,9 @@ def _demo_table(rows: Results, paper: Results) -> str:
                 seconds = found["seconds"].get(f"predict_{name}", found["seconds"]["predict"])
                 seconds = shown(found["seconds"].get("search", seconds), 1)
                 lines.append([title, *(shown(figures.get(key)) for key in columns), seconds])
-    for key, title in {_POSTERIOR: "LAM post-hoc", "laplace_online": "LAM online"}.items() if paper else ():
+    for key, title in (
+        {"laplace_posthoc_diag": "LAM post-hoc", "laplace_online_diag": "LAM online"}.items() if paper else ()
+    ):
         cells = [f"{paper[key][name][0]:.2f}" if name in plan.QUALITY else "–" for name in columns]
         lines.append([f"Warburg et al. 2023: {title}", *cells, "–"])
     return table(["score", *columns.values(), "seconds"], lines)

@@ -1,8 +1,8 @@
 """Command line of the experiments: cells one after the other, fit, evaluate, write; what is finished is not done again.
 
 ``config.json`` of the run folder says what the run was made with. A cell, one row and seed, leaves its figures in
-``seedN/ROW.json``, written last, and what plots need in ``seedN/ROW.pt``. The encoder of a seed, which several rows
-build on, is in ``seedN/encoder.pt``.
+``seedN/ROW.json``, written last, and what plots need in ``seedN/ROW.pt``. What several rows of a seed build on, the
+deterministic encoder or a training of online LAM, is in ``seedN/encoder.pt`` or ``seedN/online*.pt``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from filelock import FileLock
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks.experiments.data import RetrievalData, load_data
-from benchmarks.experiments.evaluate import evaluate
-from benchmarks.experiments.methods import METHODS, ON_ENCODER
+from benchmarks.experiments.data import DATASETS, RetrievalData, hold_out, load_data
+from benchmarks.experiments.evaluate import by_released_code, evaluate
+from benchmarks.experiments.methods import METHODS, ON_ENCODER, ON_ONLINE
+from benchmarks.experiments.methods.laplace import online_step
 from benchmarks.experiments.plan import DEMO, TABLE_DATA, Cell, defaults_of, known_rows, plan_cells, table_rows
 from benchmarks.experiments.report import FORMAT, write_report
-from benchmarks.experiments.training import Fitted, Setting, new_encoder, train
+from benchmarks.experiments.training import PROTOCOLS, Fitted, Setting, new_encoder, train
 from benchmarks.machine import describe, write_atomically
 from contrastive_curvature.artifact import write_whole
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError
@@ -44,14 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     given = parse(argv)
     try:
-        rows = table_rows(given.table, given.methods)
+        rows = table_rows(given.table, given.methods, given.posterior)
         if given.threads is not None:
             torch.set_num_threads(given.threads)
         data = read_data(given)
         open_run(given, data)
         cells = plan_cells(rows, given.seeds)
-        sizes = f"{len(data.train):,} training, {len(data.test):,} test images; out of distribution: {len(data.ood):,}"
-        print(f"{data.title}: {sizes} ({data.ood_title}); {len(cells)} cells. Run folder: {given.out}")
+        sizes = f"{len(data.train):,} training, {len(data.test):,} test images"
+        outside = f"{len(data.ood or ()):,} ({data.ood_title})"
+        print(f"{data.title}: {sizes}; out of distribution: {outside}; {len(cells)} cells. Run folder: {given.out}")
         text, failed = run(given, data, cells)
     except ContrastiveCurvatureError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -78,18 +80,34 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--table", choices=TABLE_DATA, required=True, help="of the paper, or the demonstration")
     shown = "; ".join(f"{table}: {', '.join(names)}" for table, names in TABLE_DATA.items())
     add("--data", help=f"data set, the table's first by default ({shown})")
+    outside = ", ".join(name for name in DATASETS if name != "folder")
+    add(
+        "--ood",
+        metavar="NAME",
+        choices=[*DATASETS, "none"],
+        help=f"out of distribution (default: the paper's): {outside}, none",
+    )
+    which = "of LAM's rows: diag is the paper's diagonal and score, default this library's (default: both)"
+    add("--posterior", choices=("diag", "default"), help=which)
+    protocol = "choose checkpoints on held-out training images (clean), never (paper), or train and choose as the "
+    protocol += "released code does, on the test images (default: clean; the demonstration: paper)"
+    add("--protocol", choices=PROTOCOLS, help=protocol)
     add("--methods", nargs="+", metavar="ROW", help="rows (default: all but those in brackets, see below)")
     add("--seeds", type=int, nargs="+", default=[0], metavar="SEED", help="several give mean ± deviation (default: 0)")
     add("--train-size", type=int, metavar="N", help="training images (default: all)")
     add("--test-size", type=int, metavar="N", help="test images, in and out of distribution each (default: all)")
-    add("--dim", type=int, metavar="D", help="latent dimension (default: 3, Omniglot 32)")
-    passes = "passes over the training images (default: 20, digits 15, the demonstration of 60,000 images 3)"
+    add("--dim", type=int, metavar="D", help="latent dimension (default: the paper's; Omniglot 32)")
+    passes = "passes over the training images (default: the paper's; digits 15, the demonstration of 60,000 images 3)"
     add("--epochs", type=int, metavar="N", help=passes)
+    add("--batch-size", type=int, metavar="N", default=64, help="images a training step (default: %(default)s)")
+    weights = "of ResNet-50: hub (torchvision's of ImageNet), none, or a file of its state (default: %(default)s)"
+    add("--weights", default="hub", help=weights)
+    add("--image-size", type=int, default=224, metavar="PIXELS", help="side of photographs (default: %(default)s)")
     precision = "of the forward passes in training (default: %(default)s); bfloat16 is many times slower on a "
     precision += "processor without instructions for it, AMX or AVX512_BF16"
     add("--precision", choices=("float32", "bfloat16"), default="float32", help=precision)
-    memory = "what online LAM forgets in a step, alpha of Eq. 5 (default: the paper's %(default)s)"
-    add("--memory-factor", type=float, default=1e-4, metavar="ALPHA", help=memory)
+    memory = "what online LAM forgets in a step, alpha of Eq. 5 (default: the paper's 1e-4; protocol released: 1e-3)"
+    add("--memory-factor", type=float, metavar="ALPHA", help=memory)
     add("--n-samples", type=int, default=100, metavar="N", help="samples for scores and votes (default: %(default)s)")
     passes = "passes of MC dropout at most, for which a sample is a pass of the whole network (default: no limit)"
     add("--dropout-passes", type=int, metavar="N", help=passes)
@@ -106,6 +124,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--data: expected for table {given.table} one of {', '.join(TABLE_DATA[given.table])}")
     for name, value in defaults_of(given.table, given.data).items():
         setattr(given, name, getattr(given, name, None) or value)
+    given.protocol = given.protocol or ("paper" if given.table == DEMO else "clean")
+    given.memory_factor = given.memory_factor or PROTOCOLS[given.protocol].memory_factor
     if given.out is None:
         time_now = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
         name = f"{given.data}-{time_now}" if given.table == DEMO else f"table{given.table}-{given.data}"
@@ -124,9 +144,18 @@ def settings(given: argparse.Namespace) -> Setting:
 
 
 def read_data(given: argparse.Namespace) -> RetrievalData:
-    """Load the data sets; of the demonstration's a fifth of the training images is held out, to calibrate with."""
+    """Load the data sets, with what the protocol chooses checkpoints on.
+
+    Of the demonstration's a fifth of the training images is held out, to calibrate with.
+    """
     download = given.download or given.table == DEMO
-    data = load_data(given.data, given.data_root, given.train_size, given.test_size, download)
+    sizes = (given.train_size, given.test_size)
+    data = load_data(given.data, given.data_root, *sizes, download, given.ood, given.image_size)
+    chosen_on = PROTOCOLS[given.protocol].chosen_on
+    if chosen_on == "held":
+        data = hold_out(data)
+    if chosen_on == "test":
+        data = dataclasses.replace(data, selection=data.test)
     if given.table != DEMO:
         return data
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(2))
@@ -155,7 +184,7 @@ def identity(given: argparse.Namespace) -> dict[str, Any]:
     """What a run folder must agree on to be resumed, as JSON has it."""
     setting = dataclasses.asdict(settings(given))
     kept = {name: value for name, value in setting.items() if name not in ("progress", "own_order")}
-    named = {name: getattr(given, name) for name in ("table", "data", "train_size", "test_size")}
+    named = {name: getattr(given, name) for name in ("table", "data", "ood", "train_size", "test_size")}
     return named | kept
 
 
@@ -168,7 +197,7 @@ def run(given: argparse.Namespace, data: RetrievalData, cells: Sequence[Cell]) -
     from benchmarks.experiments.plots import draw_all
 
     setting, failed, text = settings(given), False, ""
-    encoders: dict[int, tuple[nn.Module, float]] = {}
+    bases: dict[tuple[str, int], tuple[nn.Module, float]] = {}
     device = torch.device(given.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     machine = describe() | {"device": given.device, "accelerator": name}
@@ -184,8 +213,10 @@ def run(given: argparse.Namespace, data: RetrievalData, cells: Sequence[Cell]) -
             path.parent.mkdir(exist_ok=True)
             content: dict[str, Any] = {"row": cell.row.key, "seed": cell.seed, "members": list(cell.members)}
             try:
-                method, seconds = fit(given, data, cell, encoders)
+                method, seconds = fit(given, data, cell, bases)
                 found = evaluate(method, data, n_votes=setting.n_samples, seed=cell.seed)
+                if given.protocol == "released":
+                    found = by_released_code(found)
             except ContrastiveCurvatureError as error:
                 # One method that diverges on one seed says nothing against the others.
                 tqdm.write(f"seed {cell.seed}, {cell.row.key} failed: {error}", file=sys.stderr)
@@ -203,34 +234,40 @@ def run(given: argparse.Namespace, data: RetrievalData, cells: Sequence[Cell]) -
 
 
 def fit(
-    given: argparse.Namespace, data: RetrievalData, cell: Cell, encoders: dict[int, tuple[nn.Module, float]]
+    given: argparse.Namespace, data: RetrievalData, cell: Cell, bases: dict[tuple[str, int], tuple[nn.Module, float]]
 ) -> tuple[Fitted, float]:
-    """The cell's method, and the seconds of all fits that only it needed."""
-    setting, method = settings(given), METHODS[cell.row.method]
-    seeds = cell.members or ((cell.seed,) if cell.row.method in ON_ENCODER else ())
+    """The cell's method, and the seconds of all fits that it needed and the other methods did not."""
+    setting, row, name, make_step = settings(given), cell.row, "encoder", None
+    if row.method in ON_ONLINE:
+        curvature = {key: value for key, value in row.options.items() if key != "posterior"}
+        name, make_step = "_".join(["online", *curvature.values()]), online_step(setting, data, **curvature)
+    seeds = cell.members or ((cell.seed,) if row.method in ON_ENCODER or make_step else ())
     for seed in seeds:
-        if seed not in encoders:
-            encoders[seed] = _encoder(given, data, seed)
+        if (name, seed) not in bases:
+            bases[name, seed] = _trained(given, data, seed, name, make_step)
     started = time.perf_counter()
-    fitted = method(setting, data, cell.seed, [encoders[seed][0] for seed in seeds], **cell.row.options)
+    encoders = [bases[name, seed][0] for seed in seeds]
+    fitted = METHODS[row.method](setting, data, cell.seed, encoders, **row.options)
     seconds = time.perf_counter() - started
-    own = sum(encoders[seed][1] for seed in seeds) if cell.members or cell.row.method == "deterministic" else 0.0
-    return fitted, seconds + own
+    own = cell.members or row.method == "deterministic" or make_step
+    return fitted, seconds + (sum(bases[name, seed][1] for seed in seeds) if own else 0.0)
 
 
-def _encoder(given: argparse.Namespace, data: RetrievalData, seed: int) -> tuple[nn.Module, float]:
-    """The deterministic encoder of a seed, trained or loaded, and the seconds of its training."""
-    setting, path = settings(given), given.out / f"seed{seed}" / "encoder.pt"
+def _trained(
+    given: argparse.Namespace, data: RetrievalData, seed: int, name: str, make_step: Callable[..., nn.Module] | None
+) -> tuple[nn.Module, float]:
+    """The deterministic encoder of a seed, or the step of ``make_step``, trained or loaded; the seconds it trained."""
+    setting, path = settings(given), given.out / f"seed{seed}" / f"{name}.pt"
     path.parent.mkdir(exist_ok=True)
-    # Several processes may want the same encoder: one trains it, the others wait and load it.
+    # Several processes may want the same one: one trains it, the others wait and load it.
     with FileLock(path.with_suffix(".lock")):
         if path.is_file():
             saved = torch.load(path, map_location=given.device, weights_only=True)
-            encoder: nn.Module = new_encoder(setting).eval()
-            encoder.load_state_dict(saved["encoder"])
+            step = train(dataclasses.replace(setting, epochs=0), data, seed, make_step)
+            step.load_state_dict(saved["step"])
         else:
             started = time.perf_counter()
-            encoder = train(setting, data, seed).encoder
-            saved = {"encoder": encoder.state_dict(), "seconds": time.perf_counter() - started}
+            step = train(setting, data, seed, make_step)
+            saved = {"step": step.state_dict(), "seconds": time.perf_counter() - started}
             write_whole(path, lambda file: torch.save(saved, file))
-    return encoder, saved["seconds"]
+    return (step.encoder if make_step is None else step), saved["seconds"]

@@ -1,16 +1,17 @@
 """What all methods share: the network, its training, and passing images through it.
 
-RMSprop with a decaying rate, on all active pairs of a batch (paper, G.1).
+RMSprop with a decaying rate, on all active pairs of a batch (paper, G.1); the checkpoint by :data:`PROTOCOLS`.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import length_hint
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,24 +19,57 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from benchmarks.experiments.data import RetrievalData, Split, loader
-from contrastive_curvature import ContrastiveLoss, DivergenceError
+from benchmarks.experiments.data import RetrievalData, Split, classes_of, loader, rank
+from contrastive_curvature import ContrastiveLoss, DivergenceError, metrics
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.metrics.neighbors import Metric
 from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.vmf.estimation import sra
 
-NETWORKS: dict[str, tuple[int, int, int]] = {"digits": (1, 8, 8), "fashionmnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+NETWORKS: dict[str, tuple[int, int, int]] = {
+    "digits": (1, 8, 8),
+    "fashionmnist": (1, 28, 28),
+    "cifar10": (3, 32, 32),
+    "resnet50": (3, 224, 224),
+}
 """Names for :func:`make_network`, and the images (C, H, W) that each is made for."""
 EVAL_BATCH = 200
 """Images a forward pass outside training."""
 CACHE_BYTES = 2**30
 """Memory that intermediate results of a split may fill; where they need more they are computed again."""
-_DECAY = math.exp(-0.1)
-"""Factor on the learning rate after every epoch."""
 _PROBE = 8
 """Images that show a step what its encoder does."""
+
+
+class Protocol(NamedTuple):
+    """Where the paper, its released code and clean practice differ.
+
+    Args:
+        chosen_on: What the checkpoint with the largest mAP@5 is chosen on: ``"test"``, or ``"held"``, a tenth of the
+            training images (:func:`benchmarks.experiments.data.hold_out`); ``None`` takes the last epoch.
+        decay: ``-log`` of the factor on the learning rate after every epoch.
+        memory_factor: What online LAM forgets in a step, ``alpha`` of Eq. 5 (the released code gives what it keeps).
+        per_image: Whether the learning rate is multiplied by the images of a batch (and the one GPU).
+        weight_decay: Of RMSprop.
+        first_of_class: Whether each image of an open set is paired only with the first of its class (in the code: LFW).
+    """
+
+    chosen_on: Literal["test", "held"] | None = None
+    decay: float = 0.1
+    memory_factor: float = 1e-4
+    per_image: bool = False
+    weight_decay: float = 0.0
+    first_of_class: bool = False
+
+
+PROTOCOLS = {
+    "paper": Protocol(),
+    "released": Protocol("test", 0.01, 1e-3, per_image=True, weight_decay=1e-5, first_of_class=True),
+    "clean": Protocol("held"),
+}
+"""``released``: facts read off https://github.com/FrederikWarburg/bayesian-metric-learning, which has no licence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +81,7 @@ class Setting:
         dim: Latent dimension D.
         epochs: Passes over the training images.
         batch_size: Images a training step, all of whose pairs count.
-        lr: Learning rate of RMSprop at the first epoch; multiplied by exp(-0.1) after each (paper, G.1).
+        lr: Learning rate of RMSprop at the first epoch.
         margin: Of the contrastive loss and its curvature, on the distance.
         per_class: Images of each class in a batch, for data with many classes; ``None`` draws images at random.
         own_order: Whether nothing but the order of the images is drawn from its generator, as in the committed results
@@ -58,6 +92,9 @@ class Setting:
         precision: Of the encoder's forward passes in training; ``"bfloat16"`` is autocast, and takes less than half the
             time on a CPU that has instructions for it (AMX or AVX512_BF16), and six to twelve times as long on others.
             Losses, weights and everything after training are float32.
+        protocol: One of :data:`PROTOCOLS`.
+        weights: Of ``resnet50``: ``"hub"`` (torchvision's of ImageNet), a file of its state, or ``"none"``.
+        image_size: Side of photographs in pixels.
         device: Where torch computes.
         progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
     """
@@ -74,6 +111,9 @@ class Setting:
     dropout_passes: int | None = None
     memory_factor: float = 1e-4
     precision: Literal["float32", "bfloat16"] = "float32"
+    protocol: str = "paper"
+    weights: str = "hub"
+    image_size: int = 224
     device: str = "cpu"
     progress: bool | None = None
 
@@ -122,21 +162,50 @@ class Fitted:
     samples: Callable[[Split, int, int], Iterable[Tensor]] | None = None
 
 
-def make_network(name: str, dim: int, dropout: float = 0.0) -> nn.Sequential:
+class GeM(nn.Module):
+    """Generalised mean over the positions of a feature map, ``(mean_hw x^p)^(1/p)`` of every channel.
+
+    Radenović et al. 2018, "Fine-tuning CNN Image Retrieval with No Human Annotation", equation 3; p starts at 3.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pool (N, C, H, W) to (N, C)."""
+        x = x.clamp(min=1e-6)
+        # The scale cancels, and so has no gradient; without it large powers overflow in single precision.
+        scale = x.detach().amax((-2, -1), keepdim=True)
+        return (x / scale).pow(self.p).mean((-2, -1)).pow(1 / self.p) * scale.flatten(1)
+
+
+def make_network(name: str, dim: int, dropout: float = 0.0, weights: str = "none") -> nn.Sequential:
     """Make an encoder whose raw outputs are not normalised (paper, G.2).
 
     Args:
         name: One of :data:`NETWORKS`. ``"fashionmnist"`` and ``"cifar10"`` are the paper's convolutional networks, both
             with 9216 features before the last layer; the paper prints ``conv2d(1, 32)`` for CIFAR10 too, whose images
-            have three channels. ``"digits"`` is a small one for quick runs.
+            have three channels. ``"digits"`` is a small one for quick runs. ``"resnet50"`` pools by :class:`GeM`, and
+            has dropout before its last layer only.
         dim: Latent dimension D.
         dropout: Rate of the dropout between all trainable layers (paper, G.4: 0.2 for MC dropout). At 0 there are no
             dropout modules. Names and shapes of the parameters do not depend on it.
+        weights: Of ``"resnet50"``, see :class:`Setting`.
 
     Returns:
         The encoder, float32 (N, C, H, W) -> (N, D), in training mode. Its last part is the ``nn.Linear`` named
         ``"head"``.
     """
+    if name == "resnet50":
+        from torchvision.models import resnet50  # half a second; the small networks do without
+
+        trunk = resnet50(weights="IMAGENET1K_V1" if weights == "hub" else None)
+        if weights not in ("hub", "none"):
+            trunk.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+        trunk.avgpool, trunk.fc = GeM(), nn.Identity()
+        drop = [("head_drop", nn.Dropout(dropout))] if dropout else []
+        return nn.Sequential(OrderedDict([("trunk", trunk), *drop, ("head", nn.Linear(2048, dim))]))
     channels, _, _ = NETWORKS[name]
     # 8x8 images are too small to lose their edge to every convolution.
     padding = 1 if name == "digits" else 0
@@ -162,13 +231,13 @@ def make_network(name: str, dim: int, dropout: float = 0.0) -> nn.Sequential:
 class ContrastiveStep(nn.Module):
     """The contrastive loss of a batch, over all positive pairs and the negative ones inside the margin."""
 
-    def __init__(self, encoder: nn.Module, margin: float) -> None:
+    def __init__(self, encoder: nn.Module, margin: float, relation: RelationFunction | None = None) -> None:
         super().__init__()
-        self.encoder, self.loss = encoder, ContrastiveLoss(margin, normalization="type")
+        self.encoder, self.loss, self.relation = encoder, ContrastiveLoss(margin, normalization="type"), relation
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         z = self.encoder(x)
-        return self.loss(z, pairs=self.loss.mine(z, targets))
+        return self.loss(z, pairs=self.loss.mine(z, targets, self.relation))
 
 
 def seed_everything(seed: int) -> None:
@@ -179,7 +248,7 @@ def seed_everything(seed: int) -> None:
 
 def new_encoder(setting: Setting, outputs: int | None = None, dropout: float = 0.0) -> nn.Sequential:
     """A new encoder on the device; its weights come from torch's global generator."""
-    network = make_network(setting.network, setting.dim if outputs is None else outputs, dropout)
+    network = make_network(setting.network, setting.dim if outputs is None else outputs, dropout, setting.weights)
     return network.to(setting.device, memory_format=torch.channels_last)
 
 
@@ -211,7 +280,7 @@ def train(
     seed_everything(seed)
     encoder = new_encoder(setting, outputs, dropout)
     probe = data.train.images(range(min(_PROBE, len(data.train)))).to(setting.device)
-    step = ContrastiveStep(encoder, setting.margin) if make_step is None else make_step(encoder, probe)
+    step = ContrastiveStep(encoder, setting.margin, data.relation) if make_step is None else make_step(encoder, probe)
     if setting.precision == "bfloat16":
         plain, device = encoder.forward, torch.device(setting.device).type
 
@@ -221,12 +290,20 @@ def train(
             return z.float()
 
         encoder.forward = forward  # type: ignore[method-assign]
-    run_training(setting, step, batches or training_loader(setting, data.train, data.train.targets, seed), setting.lr)
+    if batches is None:
+        batches = training_loader(setting, data.train.augmented, data.train.targets, seed)
+    run_training(setting, step, batches, setting.lr, data.selection)
     vars(encoder).pop("forward", None)
     return step.eval()
 
 
-def run_training(setting: Setting, step: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], lr: float) -> None:
+def run_training(
+    setting: Setting,
+    step: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    lr: float,
+    selection: Split | None = None,
+) -> None:
     """Train the parameters of a step with the paper's optimiser.
 
     Args:
@@ -235,12 +312,17 @@ def run_training(setting: Setting, step: nn.Module, batches: Iterable[tuple[Tens
             the optimiser's groups from ``lr``; where it has an attribute ``optimizer``, that is its class.
         batches: Iterated once an epoch.
         lr: Learning rate of the first epoch.
+        selection: Images; the step ends as it was after the epoch whose encoder had the largest mAP@5 on them.
     """
+    protocol = PROTOCOLS[setting.protocol]
+    lr *= setting.batch_size if protocol.per_image else 1
     grouped = getattr(step, "parameter_groups", None)
     kind: type[torch.optim.Optimizer] = getattr(step, "optimizer", torch.optim.RMSprop)
-    optimizer = kind(step.parameters() if grouped is None else grouped(lr), **{"lr": lr})
-    scheduler = ExponentialLR(optimizer, _DECAY)
-    steps = 0
+    optimizer = kind(
+        step.parameters() if grouped is None else grouped(lr), **{"lr": lr, "weight_decay": protocol.weight_decay}
+    )
+    scheduler = ExponentialLR(optimizer, math.exp(-protocol.decay))
+    steps, best, chosen = 0, -1.0, None
     step.train()
     with Progress(setting.progress).bar("[training]", setting.epochs * length_hint(batches) or None) as bar:
         for _epoch in range(setting.epochs):
@@ -256,6 +338,19 @@ def run_training(setting: Setting, step: nn.Module, batches: Iterable[tuple[Tens
             if not all(bool(parameter.isfinite().all()) for parameter in step.parameters()):
                 raise DivergenceError("a parameter is not finite.", steps)
             scheduler.step()
+            if selection is not None:
+                score = map_at_5(setting, step.eval().encoder, selection)
+                if score > best:
+                    best, chosen = score, copy.deepcopy(step.state_dict())
+                step.train()
+    if chosen is not None:
+        step.load_state_dict(chosen)
+
+
+def map_at_5(setting: Setting, encoder: nn.Module, split: Split) -> float:
+    """MAP@5 of the first D outputs by the cosine, each image retrieved among the others."""
+    nearest = metrics.nearest_neighbors(encode(setting, encoder, split)[:, : setting.dim], k=5)
+    return metrics.map_at_k(rank(nearest, split.targets), 5)
 
 
 def training_loader(setting: Setting, images: Dataset[Any], targets: Tensor, seed: int, **more: Any) -> DataLoader[Any]:
@@ -263,9 +358,12 @@ def training_loader(setting: Setting, images: Dataset[Any], targets: Tensor, see
 
     With ``setting.per_class``, each batch holds that many images of each of ``batch_size / per_class`` classes drawn at
     random, and an epoch has as many images as the training set, less an incomplete batch. A class with fewer images
-    gives some of them twice.
+    gives some of them twice. Under a protocol with ``first_of_class``, an image comes with the first one of its class.
     """
+    targets = classes_of(targets)
     generator = torch.Generator().manual_seed(seed)
+    if setting.per_class is not None and PROTOCOLS[setting.protocol].first_of_class:
+        return loader(images, setting.batch_size, _WithFirst(targets, generator), **more)
     if setting.per_class is not None:
         # a second to import, and only data with many classes needs it
         from pytorch_metric_learning.samplers import MPerClassSampler
@@ -296,6 +394,24 @@ class _Permutation(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.size, generator=self.generator).tolist())
+
+
+class _WithFirst(Sampler[int]):
+    """The images that are not the first of their class in a new order each time, each with that one behind it."""
+
+    def __init__(self, targets: Tensor, generator: torch.Generator) -> None:
+        first: dict[int, int] = {}
+        self.pairs = [
+            (row, first[label]) for row, label in enumerate(targets.tolist()) if first.setdefault(label, row) != row
+        ]
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(len(self.pairs), generator=self.generator).tolist()
+        return (row for at in order for row in self.pairs[at])
 
 
 def image_batches(setting: Setting, split: Split) -> Iterator[Tensor]:

@@ -2,14 +2,17 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks import paper_table, results_plots
 from benchmarks.experiments import plan, plots, report, run, training
 from benchmarks.experiments.methods import triplet
 
+ROOT = Path(__file__).parents[2]
 TINY = ["--data", "digits", "--train-size", "100", "--test-size", "50", "--n-samples", "3", "--epochs", "1", "--quiet"]
 PLOTS = {"roc", "sparsification", "votes", "images_laplace_posthoc"}
 
@@ -63,6 +66,10 @@ def test_the_demonstration(tmp_path, monkeypatch):
         assert run.main(options) == 0
     assert run.main([*options, "--seeds", "0", "1"]) == 0
     assert {path.stem for path in (tmp_path / "plots").iterdir()} == PLOTS
+    (tmp_path / "curvature.json").write_bytes((results_plots.RESULTS / "curvature.json").read_bytes())
+    results_plots.main(["--results", str(tmp_path), "--out", str(tmp_path / "again")])
+    assert {path.stem for path in (tmp_path / "again/seed1").iterdir()} == PLOTS
+    assert {path.stem for path in (tmp_path / "again").glob("*.svg")} == {"methods", "speed"}
     results = results_of(tmp_path)
     assert results["data"]["train"] == 80  # a fifth is held out for the threshold
     posterior = results["rows"]["laplace_posthoc"]["variants"]
@@ -79,3 +86,16 @@ def test_the_demonstration(tmp_path, monkeypatch):
     results["config"]["data"] = "fashionmnist"
     theirs = "0.78 | 0.74 | 0.72 | 0.96 | 0.96 | 0.86 | 0.03"
     assert f"| Warburg et al. 2023: LAM post-hoc | {theirs} | – | – |" in report.demo_page(results)
+
+
+def test_the_papers_numbers_stand_beside_ours():
+    committed = {
+        name: (ROOT / name).read_text(encoding="utf-8") for name in ("benchmarks/results/paper.md", "docs/results.md")
+    }
+    assert paper_table.page() == committed["benchmarks/results/paper.md"]
+    assert paper_table.section("2", "fashionmnist") in committed["docs/results.md"]
+    for number, data in plan.PAPER_TABLES:
+        text = paper_table.section(number, data)
+        paper = [f"{mean:.2f} / " for row in plan.paper_rows(number, data).values() for mean, _ in row.values()]
+        assert [text.count(one) for one in paper] == [paper.count(one) for one in paper]
+        assert ("Not run" in text) == (" / –" in text)

@@ -110,7 +110,7 @@ def test_ensembles_share_no_encoder_and_are_planned_when_their_seeds_are_done(se
     assert len(set(members)) == len(members) == 5 * max(1, len(seeds) // 5)
     assert members[: len(seeds)] == sorted(seeds)[: len(members)]
     cells = plan.plan_cells(plan.table_rows("2"), seeds)
-    assert len({(cell.row.key, cell.seed) for cell in cells}) == len(cells) == 15 * len(seeds) + 2 * len(groups)
+    assert len({(cell.row.key, cell.seed) for cell in cells}) == len(cells) == 17 * len(seeds) + 2 * len(groups)
     place = {cell.seed: number for number, cell in enumerate(cells) if cell.row.key == plan.BASE}
     for number, cell in enumerate(cells):
         assert (cell.row.method == "deep_ensemble") == bool(cell.members)

@@ -14,13 +14,18 @@ ON_ENCODER = {
     "knn_features": scores.knn_features,
 }
 """Those that are given the trained deterministic encoder of their seed, ``encoders[0]``, and leave it as it is."""
-METHODS = ON_ENCODER | {
-    "deep_ensemble": ensembles.deep_ensemble,
-    "mc_dropout": ensembles.mc_dropout,
-    "laplace_online": laplace.laplace_online,
-    "hedged": hedged.hedged,
-    "triplet": triplet.triplet,
-    "bayesian_triplet": triplet.bayesian_triplet,
-    "proxies": proxies.proxies,
-}
+ON_ONLINE = {"laplace_online": laplace.laplace_online}
+"""Those that are given the training step of :func:`laplace.online_step`, trained, as ``encoders[0]``."""
+METHODS = (
+    ON_ENCODER
+    | ON_ONLINE
+    | {
+        "deep_ensemble": ensembles.deep_ensemble,
+        "mc_dropout": ensembles.mc_dropout,
+        "hedged": hedged.hedged,
+        "triplet": triplet.triplet,
+        "bayesian_triplet": triplet.bayesian_triplet,
+        "proxies": proxies.proxies,
+    }
+)
 """By the name that a row of :mod:`benchmarks.experiments.plan` gives."""

@@ -178,7 +178,7 @@ def hedged(setting: Setting, data: RetrievalData, seed: int, encoders: list[nn.M
         seed,
         lambda encoder, _: PairStep(encoder, components).to(setting.device),
         outputs=setting.dim * 2 * components,
-        batches=loader(data.train, 1, batch_sampler=drawn, generator=generator),
+        batches=loader(data.train.augmented, 1, batch_sampler=drawn, generator=generator),
     )
     # The learned slope a and intercept b of the match probability.
     match = [number.item() for number in step.match()]

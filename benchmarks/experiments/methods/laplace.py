@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from benchmarks.experiments import training
-from benchmarks.experiments.data import RetrievalData, Split, loader
+from benchmarks.experiments.data import RetrievalData, Split, classes_of, loader
 from contrastive_curvature.embedding.known import OptimisticPValueWarning
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.online import OnlineLaplace
@@ -31,16 +32,42 @@ def laplace_posthoc(
     data: RetrievalData,
     seed: int,
     encoders: list[nn.Module],
-    structure: str | None = None,
+    posterior: str = "default",
     **curvature: str,
 ) -> training.Fitted:
-    """Fit the curvature of trained weights over all pairs of the training set, and the library's prior."""
-    options = {"margin": setting.margin, **curvature}
-    chosen = {} if structure is None else {"hessian_structure": structure}
+    """Fit the curvature of trained weights over all pairs of the training set, and the library's prior.
+
+    Of places, whose pairs are too many, only those of a batch count, in which one place stands beside the next.
+
+    Args:
+        setting: How the encoder was trained.
+        data: The training images are ``data.train``.
+        seed: Without effect.
+        encoders: The trained one.
+        posterior: ``"default"``, the library's structure and scores, or ``"diag"``, the paper's: a diagonal, and the
+            von Mises-Fisher distribution of sampled networks for retrieval and score.
+        curvature: Further options of the curvature.
+    """
+    options = {"margin": setting.margin, **_pairs(data), **curvature}
+    chosen = {} if posterior == "default" else {"hessian_structure": posterior}
     la: ContrastiveLaplace = Laplace(encoders[0], "contrastive", backend_kwargs=options, **chosen)
-    la.fit(loader(data.train, training.EVAL_BATCH), progress_bar=setting.progress)
+    images = data.train if data.relation is None else data.train.take(classes_of(data.train.targets).argsort())
+    la.fit(loader(images, training.EVAL_BATCH), progress_bar=setting.progress)
     la.optimize_prior_precision()
-    return _calibrated(setting, la, data)
+    return _fitted(setting, la, data, posterior)
+
+
+def online_step(
+    setting: training.Setting, data: RetrievalData, **curvature: str
+) -> Callable[[nn.Module, Tensor], nn.Module]:
+    """Training by Monte-Carlo EM from the first step on, with a diagonal posterior."""
+    return lambda encoder, probe: OnlineLaplace(
+        encoder,
+        probe=probe,
+        n_data=len(data.train),
+        memory_factor=setting.memory_factor,
+        backend_kwargs={"margin": setting.margin, **_pairs(data), **curvature, "pairs": "batch"},
+    )
 
 
 def laplace_online(
@@ -48,26 +75,33 @@ def laplace_online(
     data: RetrievalData,
     seed: int,
     encoders: list[nn.Module],
-    structure: str | None = None,
+    posterior: str = "default",
     **curvature: str,
 ) -> training.Fitted:
-    """Train by Monte-Carlo EM from the first step on; the same scores, by the curvature that training remembers."""
-
-    def make_step(encoder: nn.Module, probe: Tensor) -> nn.Module:
-        chosen: dict[str, Any] = {} if structure is None else {"hessian_structure": structure}
-        return OnlineLaplace(
-            encoder,
-            probe=probe,
-            n_data=len(data.train),
-            memory_factor=setting.memory_factor,
-            backend_kwargs={"margin": setting.margin, **curvature, "pairs": "batch"},
-            **chosen,
-        )
-
-    return _calibrated(setting, training.train(setting, data, seed, make_step).laplace(), data)
+    """Take the posterior of :func:`online_step`, trained, by the curvature that it remembers; options as post-hoc."""
+    return _fitted(setting, encoders[0].laplace(), data, posterior)
 
 
-def _calibrated(setting: training.Setting, la: Any, data: RetrievalData) -> training.Fitted:
+def _pairs(data: RetrievalData) -> dict[str, Any]:
+    return {} if data.relation is None else {"relation": data.relation, "pairs": "batch"}
+
+
+def _fitted(setting: training.Setting, la: Any, data: RetrievalData, posterior: str) -> training.Fitted:
+    def samples(split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
+        return sampled_embeddings(setting, la, split, n_samples, seed)
+
+    if posterior == "default":
+        return training.Fitted(_calibrated(setting, la, data), samples)
+    return training.Fitted(lambda split: _sampled(samples(split, setting.n_samples, 0)), samples)
+
+
+def _sampled(draws: Iterable[Tensor]) -> training.Prediction:
+    """Mean directions and ``1 / kappa`` of sampled networks (paper, Eq. 42-43), in float64: close samples cancel."""
+    found = training.spread_of(u.double() for u in draws)
+    return replace(found, mean=found.mean.float())
+
+
+def _calibrated(setting: training.Setting, la: Any, data: RetrievalData) -> Callable[[Split], training.Prediction]:
     """Give the posterior known images to compare others with: those held out for it, else training images.
 
     Relative to training images p-values would be optimistic, so predictions have them only with images that were held
@@ -80,12 +114,7 @@ def _calibrated(setting: training.Setting, la: Any, data: RetrievalData) -> trai
             warnings.simplefilter("ignore", OptimisticPValueWarning)
         la.calibrate(loader(split.take(rows), training.EVAL_BATCH), progress_bar=setting.progress)
 
-    def predict(split: Split) -> training.Prediction:
-        return closed_form(setting, la, split, data.calibration is not None)
-
-    return training.Fitted(
-        predict, lambda split, n_samples, seed: sampled_embeddings(setting, la, split, n_samples, seed)
-    )
+    return lambda split: closed_form(setting, la, split, data.calibration is not None)
 
 
 def closed_form(setting: training.Setting, la: ContrastiveLaplace, split: Split, p_values: bool) -> training.Prediction:
@@ -108,13 +137,12 @@ def closed_form(setting: training.Setting, la: ContrastiveLaplace, split: Split,
     seconds = time.perf_counter() - started
     started = time.perf_counter()
     # Seeded: equal images give equal predictions.
-    draws = sampled_embeddings(setting, la, split, setting.n_samples, 0)
-    sampled = training.spread_of(u.double() for u in draws)
+    sampled = _sampled(sampled_embeddings(setting, la, split, setting.n_samples, 0))
     return training.Prediction(
         mean,
         score,
         {"inverse_kappa": angular, _SAMPLED: sampled.uncertainty, **sampled.variants},
-        {_SAMPLED: sampled.mean.float()},
+        {_SAMPLED: sampled.mean},
         seconds,
         {"inverse_kappa": seconds, _SAMPLED: time.perf_counter() - started},
         novelty,

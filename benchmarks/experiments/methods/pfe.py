@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset, default_collate
 from benchmarks.experiments import training
 from benchmarks.experiments.data import RetrievalData, Split
 from contrastive_curvature import ContrastiveLoss
+from contrastive_curvature.pairs import RelationFunction
 
 _FLOOR = 1e-6
 """Smallest variance, which keeps the loss bounded for pairs of the same image."""
@@ -58,15 +59,21 @@ class MutualLikelihoodStep(nn.Module):
     Args:
         head: Features -> logarithms of the variances.
         read: A batch -> unit embeddings (N, D) and features (N, F), without a graph.
+        relation: Of targets that are no classes.
     """
 
-    def __init__(self, head: nn.Module, read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self,
+        head: nn.Module,
+        read: Callable[[Tensor], tuple[Tensor, Tensor]],
+        relation: RelationFunction | None = None,
+    ) -> None:
         super().__init__()
-        self.head, self.read = head, read
+        self.head, self.read, self.relation = head, read, relation
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         mu, phi = self.read(x)
-        i, j, _, _ = ContrastiveLoss(None).mine(mu, targets)
+        i, j, _, _ = ContrastiveLoss(None).mine(mu, targets, self.relation)
         # Small classes have an image twice in a batch, and with itself it agrees at any variance.
         other = (mu[i] != mu[j]).any(1)
         i, j = i[other], j[other]
@@ -109,7 +116,7 @@ def pfe(setting: training.Setting, data: RetrievalData, seed: int, encoders: lis
             return row[:, :dim], row[:, dim:]
 
     batches = training.training_loader(setting, rows, data.train.targets, seed, **more)
-    training.run_training(setting, MutualLikelihoodStep(head, read), batches, _RATE)
+    training.run_training(setting, MutualLikelihoodStep(head, read, data.relation), batches, _RATE)
     head.eval()
 
     def gaussians(split: Split) -> tuple[Tensor, Tensor]:
