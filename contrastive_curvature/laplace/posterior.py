@@ -69,7 +69,7 @@ from contrastive_curvature.posterior.prior import (
 from contrastive_curvature.posterior.value import Posterior, Prior
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.structures import STRUCTURES, KronLowRank, structure_of
-from contrastive_curvature.structures.kron import ClampedKron
+from contrastive_curvature.structures.kron import EigenFactors, Kron
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -964,16 +964,14 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def H(self) -> Any:
-        """Clamped curvature in laplace-torch's form: (P,), (P, P) or Kronecker factors; ``None`` before ``fit``.
+        """Clamped curvature in laplace-torch's form: (P,), (P, P) or a ``KronDecomposed``; ``None`` before ``fit``.
 
-        laplace-torch has no ``kron_lowrank``; for this structure it is the decomposition itself.
+        Of ``kron_lowrank`` it has the input factor of all F features, F^2 numbers, which nothing here computes with.
         """
         if self._value is None:
             return None
-        clamped = self._value.fitted.clamped
-        if isinstance(clamped, ClampedKron):
-            return KronDecomposed(clamped.vectors, clamped.eigenvalues)
-        return clamped.plain()
+        plain = self._value.fitted.clamped.plain()
+        return KronDecomposed(*plain) if isinstance(plain, EigenFactors) else plain
 
     @property
     def H_raw(self) -> Any:
@@ -982,22 +980,52 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def H_facs(self) -> HostKron:
-        """Kronecker factors, unclamped, in laplace-torch's form."""
-        return HostKron(self.H_raw)
+        """Kronecker factors, unclamped, in laplace-torch's form.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            UnsupportedError: The structure has no Kronecker factors.
+        """
+        fitted = self.posterior.fitted
+        if not isinstance(fitted.curvature, Kron):
+            raise UnsupportedError(f"H_facs: hessian_structure={self.hessian_structure!r} has no factors.")
+        return HostKron(fitted.curvature.factors_of(fitted.clamped))
 
     @property
     def posterior_precision(self) -> Any:
         """Posterior precision in laplace-torch's form: (P,), (P, P), or decomposed Kronecker factors."""
-        clamped = self.posterior.fitted.clamped
-        if isinstance(clamped, ClampedKron):
+        if isinstance(self.posterior.fitted.curvature, Kron):
             return self.H * self._H_factor + self.prior_precision
-        return clamped.posterior_precision(*self.posterior.scales)
+        return self.posterior.fitted.clamped.posterior_precision(*self.posterior.scales)
 
     @property
     def posterior_covariance(self) -> Tensor:
         """Covariance of the weights, shape (P, P)."""
         eye = torch.eye(self.n_weights, dtype=self._dtype, device=self._device)
         return self.posterior.covariance(eye)
+
+    @property
+    def posterior_variance(self) -> Tensor:
+        """Variance of every weight, shape (P,), without a matrix (P, P) unless the structure has one."""
+        return self.posterior.fitted.clamped.variances(*self.posterior.scales).to(self._dtype)
+
+    @property
+    def posterior_scale(self) -> Tensor:
+        """Square root of the covariance: of ``diag`` (P,), of ``full`` the lower triangular factor (P, P).
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            UnsupportedError: The structure has no other square root than its eigenvectors.
+        """
+        if self.hessian_structure == "diag":
+            return self.posterior_variance.sqrt()
+        if self.hessian_structure == "full":
+            eye = torch.eye(self.n_weights, dtype=torch.float64, device=self._device)
+            return torch.linalg.cholesky(self.posterior.covariance(eye)).to(self._dtype)
+        raise UnsupportedError(
+            f"posterior_scale: {self.hessian_structure!r} has no triangular factor without a matrix (P, P). "
+            "la.sample(...) draws weights, la.posterior_precision.bmm(v, exponent=-1/2) scales rows of them."
+        )
 
     @property
     def prior_precision_diag(self) -> Tensor:

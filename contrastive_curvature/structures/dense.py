@@ -121,8 +121,8 @@ class ClampedDense(Clamped):
         return super().covariance(jacobians, prior, factor)
 
     @override
-    def diagonal(self) -> Tensor:
-        return (self.vectors.square() @ self.values).to(self.summed)
+    def diagonal_of(self, values: Tensor) -> Tensor:
+        return (self.vectors.square() @ values).to(self.summed)
 
     def plain(self) -> Tensor:
         """Return the matrix, shape (P, P)."""
