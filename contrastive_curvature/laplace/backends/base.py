@@ -96,8 +96,8 @@ class ContrastiveBackend(GGNInterface, ABC):
         InputError: An option is unknown or out of range.
     """
 
-    keeps_graph: ClassVar[bool] = False
-    """Whether Jacobians can be differentiated once more."""
+    keeps_graph: ClassVar[bool] = True
+    """Whether ``enable_backprop`` is accepted: predictions with a graph take torch's own Jacobians."""
 
     sketches_inputs: bool = False
     """Whether the input factor of a last layer's Kronecker pair is a sketch; a posterior of low rank asks for it."""
@@ -187,12 +187,14 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     def jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Return Jacobians (B, D, P) of the raw outputs in this backend's parameters, and the outputs (B, D)."""
-        if enable_backprop and not self.keeps_graph:
-            raise UnsupportedError(
-                f"enable_backprop=True: {type(self).__name__} keeps no graph. Use backend=ContrastiveGGN."
-            )
         with evaluation_mode(self.model), torch.set_grad_enabled(enable_backprop):
-            encoder, pullback = self.encoder(x), self.pullback(x)
+            encoder = self.encoder(x)
+            if enable_backprop:
+                # Jacobians of a host keep no graph, torch's own do.
+                weights = "all" if self.subnetwork_indices is None else self.subnetwork_indices
+                pullback = make_pullback(encoder, "last_layer" if self.last_layer else weights)
+            else:
+                pullback = self.pullback(x)
             context: Any = x
             if isinstance(pullback, LastLayerPullback):
                 z, context = encoder.forward_with_features(x)
@@ -372,8 +374,6 @@ class ContrastiveBackend(GGNInterface, ABC):
 
 class ContrastiveGGN(ContrastiveBackend):
     """Generalised Gauss-Newton of a pair loss through any module, by torch alone; see :class:`ContrastiveBackend`."""
-
-    keeps_graph: ClassVar[bool] = True
 
     @override
     def all_parameters(self, encoder: Encoder) -> Pullback:
