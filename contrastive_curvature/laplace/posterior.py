@@ -357,6 +357,10 @@ class ContrastiveLaplace(ParametricLaplace):
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that forms
                 very many pairs always says so before it starts.
 
+        For each number of the loss that is a tensor with a gradient, as in ``ContrastiveLoss(margin=tensor)``, the data
+        are passed over once more, so that :attr:`log_det_ratio`, :attr:`log_likelihood` and
+        :meth:`log_marginal_likelihood` have a gradient in it; predictions have none.
+
         Raises:
             InputError: No data, one point, no positive pair, malformed batches, other data in the second pass, or a
                 curvature that is not finite.
@@ -1035,7 +1039,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def log_det_ratio(self) -> Tensor:
         """Log determinant of the posterior precision minus that of the prior precision."""
-        return self.posterior.fitted.clamped.log_det_ratio(*self.posterior.scales)
+        return self.posterior.fitted.with_graph.clamped.log_det_ratio(*self.posterior.scales)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -1045,8 +1049,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def log_likelihood(self) -> Tensor:
         """Minus the loss, divided by the temperature."""
-        self.check_fitted()
-        return super().log_likelihood
+        return -self.posterior.fitted.with_graph.loss / self.temperature
 
     @property
     def scatter(self) -> Tensor:
@@ -1137,12 +1140,12 @@ class ContrastiveLaplace(ParametricLaplace):
         return self.posterior.covariance(Js.flatten(0, 1))
 
     @property
-    def temperature(self) -> float:
-        """Temperature of the likelihood: the curvature is divided by it."""
+    def temperature(self) -> float | Tensor:
+        """Temperature of the likelihood: the curvature is divided by it; a tensor if it was set with a gradient."""
         return self.prior.temperature
 
     @temperature.setter
-    def temperature(self, value: float) -> None:
+    def temperature(self, value: float | Tensor) -> None:
         self._change_prior(temperature=check_temperature(value, self._dtype))
 
     @ParametricLaplace.sigma_noise.setter  # type: ignore[untyped-decorator]

@@ -100,6 +100,7 @@ class LinearizedEncoder:
             encoder=self.fingerprint,
             classes=result.classes,
             training_sample=self._sample(result),
+            slopes=result.slopes,
         )
 
     def _sample(self, result: DatasetCurvature) -> TrainingSample | None:
