@@ -8,6 +8,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from torch import Tensor
+
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError
 
 LARGEST_DISTANCE = 2.0
@@ -118,16 +121,18 @@ def default(value: object) -> Any:
     return Default(value)
 
 
-def check_margin(margin: object) -> None:
-    """Refuse a margin that is not a possible distance between unit vectors."""
+def check_margin(margin: object) -> float | Tensor | None:
+    """Return a margin, if it is a possible distance between unit vectors."""
     wanted = "None (every negative counts) or a number in (0, 2]"
     hint = "It is a threshold on the distance |u_i - u_j| of unit embeddings, which never exceeds 2."
     if margin is None:
-        return
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, (int, float, Tensor)):
         raise InputTypeError("margin", wanted, margin, hint)
-    if not 0 < margin <= 2:
-        raise InputError("margin", wanted, margin, hint)
+    number = validate.hyperparameter("margin", margin) if isinstance(margin, Tensor) else margin
+    if not 0 < number <= 2:
+        raise InputError("margin", wanted, validate.without_graph(number), hint)
+    return number
 
 
 def check_negative_weight(weight: object) -> float:

@@ -1,7 +1,7 @@
 """Registration with laplace-torch and BackPACK when the package is imported, and its undoing.
 
-One function of laplace-torch is replaced, and one method is added to BackPACK. Neither package is imported for this: a
-package that is not imported yet is changed at the end of its import. Our functions are imported when they are called,
+Two functions of laplace-torch are replaced, and one method is added to BackPACK. Neither package is imported for this:
+a package that is not imported yet is changed at the end of its import. Our functions are imported when they are called,
 because one of our modules may have started the import of a host.
 """
 
@@ -21,6 +21,9 @@ __all__ = ["register", "unregister"]
 
 _classes_of_host: Any = None
 """The function of laplace-torch that :func:`_entries` replaces."""
+
+_first_prior_of_host: Any = None
+"""The function of laplace-torch that :func:`_first_prior` replaces."""
 
 
 def register() -> None:
@@ -42,6 +45,9 @@ def unregister() -> None:
     host: Any = sys.modules.get("laplace.laplace")
     if host is not None and host._all_subclasses is _entries:
         host._all_subclasses = _classes_of_host
+    training: Any = sys.modules.get("laplace.marglik_training")
+    if training is not None and training.fix_prior_prec_structure is _first_prior:
+        training.fix_prior_prec_structure = _first_prior_of_host
     base: Any = sys.modules.get("backpack.extensions.secondorder.base")
     if base is not None and vars(base.SecondOrderBackpropExtension).get("__call__") is _call:
         del base.SecondOrderBackpropExtension.__call__
@@ -59,6 +65,20 @@ def _entries(cls: type) -> Iterable[Any]:
     return _classes_of_host(cls) if ours is None else [ours]
 
 
+def _first_prior(*args: Any, **kwargs: Any) -> Any:
+    """Return the first prior precision of ``laplace.marglik_training``; refuse to train with our likelihood."""
+    from contrastive_curvature.errors import UnsupportedError
+    from contrastive_curvature.laplace.registry import means_contrastive
+
+    if means_contrastive(sys._getframe(1).f_locals.get("likelihood")):
+        raise UnsupportedError(
+            "marglik_training: it trains with a cross-entropy or a squared error of its own, and has no place for a "
+            "loss of pairs. Train with the loss itself, and step on -la.log_marginal_likelihood(prior_precision) of a "
+            "fit after every few epochs."
+        )
+    return _first_prior_of_host(*args, **kwargs)
+
+
 def _call(extension: Any, module: Any, g_inp: Any, g_out: Any) -> None:
     """Run a second-order extension of BackPACK on a module, with our rules where the host has none."""
     from contrastive_curvature.hosts.backpack.registry import call
@@ -67,8 +87,13 @@ def _call(extension: Any, module: Any, g_inp: Any, g_out: Any) -> None:
 
 
 def _add_to_laplace() -> None:
-    global _classes_of_host
+    global _classes_of_host, _first_prior_of_host
     import laplace.laplace as host
+
+    # The package has a function of this name.
+    training: Any = sys.modules["laplace.marglik_training"]
+    if training.fix_prior_prec_structure is not _first_prior:
+        _first_prior_of_host, training.fix_prior_prec_structure = training.fix_prior_prec_structure, _first_prior
 
     if host._all_subclasses is not _entries:
         _classes_of_host, host._all_subclasses = host._all_subclasses, _entries

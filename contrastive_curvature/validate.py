@@ -37,6 +37,25 @@ def number(argument: str, value: object, *, positive: bool = False, signed: bool
     return number
 
 
+def hyperparameter(argument: str, value: object, *, positive: bool = False, signed: bool = False) -> float | Tensor:
+    """Return ``value`` as :func:`number` does; a tensor with one number and a gradient stays a tensor, shape ()."""
+    if not isinstance(value, Tensor):
+        return number(argument, value, positive=positive, signed=signed)
+    if value.numel() != 1 or not value.is_floating_point():
+        got = f"shape {tuple(value.shape)} of {value.dtype}"
+        raise InputTypeError(argument, "a number, or a tensor with one", got)
+    plain = number(argument, value.item(), positive=positive, signed=signed)
+    if not value.requires_grad:
+        return plain
+    # A parameter stays one.
+    return value.reshape(()) if value.ndim else value
+
+
+def without_graph(value: float | Tensor) -> float:
+    """Return a :func:`hyperparameter` as a plain number."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
 def fraction(argument: str, value: object) -> float:
     """Return ``value`` if it is a number in (0, 1)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

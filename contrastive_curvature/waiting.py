@@ -33,6 +33,13 @@ def sent(value: Tensor, device: torch.device) -> Tensor:
     return value.to(device, non_blocking=device.type not in _WITHOUT_WAITING)
 
 
+def unwrapped(value: Tensor) -> Tensor:
+    """Return the numbers of all examples of ``torch.func.vmap``, which gives functions one of them to read."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
+
+
 def require(condition: Tensor, error: Callable[[], Exception]) -> None:
     """Raise an error unless a condition holds; on a GPU, inside :func:`seldom_waiting`, some batches later.
 
@@ -40,7 +47,7 @@ def require(condition: Tensor, error: Callable[[], Exception]) -> None:
         condition: A boolean, shape ().
         error: Function that returns the error; it must not hold a large tensor.
     """
-    pending = _pending.get()
+    pending, condition = _pending.get(), unwrapped(condition).all()
     if pending is None or not waits(condition):
         if not bool(condition):
             raise error()

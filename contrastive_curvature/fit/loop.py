@@ -47,6 +47,20 @@ _FEWEST = 32
 """Of fewer points, one may well contribute most of the curvature."""
 
 
+class Slope(NamedTuple):
+    """The derivatives of a fit in one number of the loss.
+
+    Args:
+        number: The number, shape (), with its graph.
+        loss: Derivative of the loss, shape ().
+        curvature: Derivative of every tensor of the curvature, unclamped.
+    """
+
+    number: Tensor
+    loss: Tensor
+    curvature: Structure
+
+
 @dataclass(frozen=True)
 class DatasetCurvature:
     """Unclamped curvature of a data set.
@@ -60,6 +74,7 @@ class DatasetCurvature:
             with class labels in the column ``classes``, if all points have one.
         typical_norm: Mean norm of the raw outputs, one number.
         classes: Centres of the classes, if targets are class labels.
+        slopes: Derivatives in the numbers of the loss that have a gradient.
     """
 
     curvature: Structure
@@ -69,6 +84,7 @@ class DatasetCurvature:
     features: Rows | None = None
     typical_norm: Tensor | None = None
     classes: ClassCentres | None = None
+    slopes: tuple[Slope, ...] = ()
 
 
 class Source(NamedTuple):

@@ -10,7 +10,7 @@ from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.mc_samples import check_mc_samples
 from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
-from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.cosine import CosineLoss, plain_option
 from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.structures import Structure
 
@@ -98,7 +98,7 @@ class CurvatureOptions:
     def plain(self) -> dict[str, Any]:
         """Return the options as strings and numbers, for saved states; for a relation only whether it is set."""
         plain = {"pairs": self.pairs, **self.named()}
-        plain = {name: str(value) if isinstance(value, str) else value for name, value in plain.items()}
+        plain = {name: plain_option(value) for name, value in plain.items()}
         if self.given_loss:
             # On one line, because the states of OnlineLaplace keep one option per line.
             plain["loss"] = self.loss.description

@@ -46,11 +46,12 @@ def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
 
 def _without_direction(argument: str, size: Tensor) -> InputError:
     """Return the error for outputs whose largest entries (N,) are not all positive and finite."""
+    size = waiting.unwrapped(size)
     finite = size.isfinite()
     if not bool(finite.all()):
-        rows = (~finite).nonzero().flatten()[:5].tolist()
+        rows = (~finite).nonzero()[:5, -1].tolist()
         return InputError(argument, "finite embeddings", f"NaN or infinity in rows {rows}")
-    zero = (size == 0).nonzero().flatten()[:5].tolist()
+    zero = (size == 0).nonzero()[:5, -1].tolist()
     hint = "A zero output has no direction on the sphere; look for a dead unit or an all-zero input."
     return InputError(argument, "embeddings of non-zero norm", f"zero norm in rows {zero}", hint)
 

@@ -69,7 +69,7 @@ from contrastive_curvature.posterior.prior import (
 from contrastive_curvature.posterior.value import Posterior, Prior
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.structures import STRUCTURES, KronLowRank, structure_of
-from contrastive_curvature.structures.kron import ClampedKron
+from contrastive_curvature.structures.kron import EigenFactors, Kron
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -369,6 +369,10 @@ class ContrastiveLaplace(ParametricLaplace):
             override: ``False`` adds this data set to an earlier fit; pairs between the two data sets are not formed.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that forms
                 very many pairs always says so before it starts.
+
+        For each number of the loss that is a tensor with a gradient, as in ``ContrastiveLoss(margin=tensor)``, the data
+        are passed over once more, so that :attr:`log_det_ratio`, :attr:`log_likelihood` and
+        :meth:`log_marginal_likelihood` have a gradient in it; predictions have none.
 
         Raises:
             InputError: No data, one point, no positive pair, malformed batches, other data in the second pass, or a
@@ -990,16 +994,14 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def H(self) -> Any:
-        """Clamped curvature in laplace-torch's form: (P,), (P, P) or Kronecker factors; ``None`` before ``fit``.
+        """Clamped curvature in laplace-torch's form: (P,), (P, P) or a ``KronDecomposed``; ``None`` before ``fit``.
 
-        laplace-torch has no ``kron_lowrank``; for this structure it is the decomposition itself.
+        Of ``kron_lowrank`` it has the input factor of all F features, F^2 numbers, which nothing here computes with.
         """
         if self._value is None:
             return None
-        clamped = self._value.fitted.clamped
-        if isinstance(clamped, ClampedKron):
-            return KronDecomposed(clamped.vectors, clamped.eigenvalues)
-        return clamped.plain()
+        plain = self._value.fitted.clamped.plain()
+        return KronDecomposed(*plain) if isinstance(plain, EigenFactors) else plain
 
     @property
     def H_raw(self) -> Any:
@@ -1008,22 +1010,52 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def H_facs(self) -> HostKron:
-        """Kronecker factors, unclamped, in laplace-torch's form."""
-        return HostKron(self.H_raw)
+        """Kronecker factors, unclamped, in laplace-torch's form.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            UnsupportedError: The structure has no Kronecker factors.
+        """
+        fitted = self.posterior.fitted
+        if not isinstance(fitted.curvature, Kron):
+            raise UnsupportedError(f"H_facs: hessian_structure={self.hessian_structure!r} has no factors.")
+        return HostKron(fitted.curvature.factors_of(fitted.clamped))
 
     @property
     def posterior_precision(self) -> Any:
         """Posterior precision in laplace-torch's form: (P,), (P, P), or decomposed Kronecker factors."""
-        clamped = self.posterior.fitted.clamped
-        if isinstance(clamped, ClampedKron):
+        if isinstance(self.posterior.fitted.curvature, Kron):
             return self.H * self._H_factor + self.prior_precision
-        return clamped.posterior_precision(*self.posterior.scales)
+        return self.posterior.fitted.clamped.posterior_precision(*self.posterior.scales)
 
     @property
     def posterior_covariance(self) -> Tensor:
         """Covariance of the weights, shape (P, P)."""
         eye = torch.eye(self.n_weights, dtype=self._dtype, device=self._device)
         return self.posterior.covariance(eye)
+
+    @property
+    def posterior_variance(self) -> Tensor:
+        """Variance of every weight, shape (P,), without a matrix (P, P) unless the structure has one."""
+        return self.posterior.fitted.clamped.variances(*self.posterior.scales).to(self._dtype)
+
+    @property
+    def posterior_scale(self) -> Tensor:
+        """Square root of the covariance: of ``diag`` (P,), of ``full`` the lower triangular factor (P, P).
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            UnsupportedError: The structure has no other square root than its eigenvectors.
+        """
+        if self.hessian_structure == "diag":
+            return self.posterior_variance.sqrt()
+        if self.hessian_structure == "full":
+            eye = torch.eye(self.n_weights, dtype=torch.float64, device=self._device)
+            return torch.linalg.cholesky(self.posterior.covariance(eye)).to(self._dtype)
+        raise UnsupportedError(
+            f"posterior_scale: {self.hessian_structure!r} has no triangular factor without a matrix (P, P). "
+            "la.sample(...) draws weights, la.posterior_precision.bmm(v, exponent=-1/2) scales rows of them."
+        )
 
     @property
     def prior_precision_diag(self) -> Tensor:
@@ -1033,7 +1065,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def log_det_ratio(self) -> Tensor:
         """Log determinant of the posterior precision minus that of the prior precision."""
-        return self.posterior.fitted.clamped.log_det_ratio(*self.posterior.scales)
+        return self.posterior.fitted.with_graph.clamped.log_det_ratio(*self.posterior.scales)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -1043,8 +1075,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def log_likelihood(self) -> Tensor:
         """Minus the loss, divided by the temperature."""
-        self.check_fitted()
-        return super().log_likelihood
+        return -self.posterior.fitted.with_graph.loss / self.temperature
 
     @property
     def scatter(self) -> Tensor:
@@ -1135,12 +1166,12 @@ class ContrastiveLaplace(ParametricLaplace):
         return self.posterior.covariance(Js.flatten(0, 1))
 
     @property
-    def temperature(self) -> float:
-        """Temperature of the likelihood: the curvature is divided by it."""
+    def temperature(self) -> float | Tensor:
+        """Temperature of the likelihood: the curvature is divided by it; a tensor if it was set with a gradient."""
         return self.prior.temperature
 
     @temperature.setter
-    def temperature(self, value: float) -> None:
+    def temperature(self, value: float | Tensor) -> None:
         self._change_prior(temperature=check_temperature(value, self._dtype))
 
     @ParametricLaplace.sigma_noise.setter  # type: ignore[untyped-decorator]

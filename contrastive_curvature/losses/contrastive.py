@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from contrastive_curvature import waiting
+from contrastive_curvature import validate, waiting
 from contrastive_curvature.errors import InputTypeError
 from contrastive_curvature.hessian.derivatives import NodeSums, Totals
 from contrastive_curvature.hessian.sphere import normalize
@@ -70,7 +70,7 @@ class ContrastiveLoss(PairLoss):
 
     def __init__(
         self,
-        margin: float | None = 0.7,
+        margin: float | Tensor | None = 0.7,
         negative_weight: float = 0.5,
         normalization: Normalization | str = Normalization.ANCHOR,
         *,
@@ -78,14 +78,14 @@ class ContrastiveLoss(PairLoss):
         pd_fix: PDFix | str = PDFix.FIXED,
     ) -> None:
         super().__init__(negative_weight, normalization, distance=distance, pd_fix=pd_fix)
-        check_margin(margin)
-        self.margin = margin
+        self.margin = check_margin(margin)
 
     @property
     def threshold(self) -> float | None:
         """Return the cosine above which a negative counts; with ``None`` all negatives count."""
-        masks = self.margin is not None and self.margin < LARGEST_DISTANCE
-        return 1 - self.margin**2 / 2 if masks else None  # type: ignore[operator]
+        # A plain number: where a loss has a kink, it has no derivative in the margin.
+        margin = LARGEST_DISTANCE if self.margin is None else validate.without_graph(self.margin)
+        return 1 - margin**2 / 2 if margin < LARGEST_DISTANCE else None
 
     @property
     def sums_suffice(self) -> bool:

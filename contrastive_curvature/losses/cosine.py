@@ -222,6 +222,18 @@ class CosineLoss(_Loss, ABC):
         loss._check_fix()
         return loss
 
+    def with_gradient(self) -> dict[str, Tensor]:
+        """Return the options that are a tensor with one number and a gradient, by name."""
+        own = {**vars(self), **self._parameters}
+        return {k: v for k, v in own.items() if isinstance(v, Tensor) and v.ndim == 0 and v.requires_grad}
+
+    def with_number(self, name: str, value: Tensor) -> Self:
+        """Return this loss with another value of one option of :meth:`with_gradient`."""
+        loss = copy.copy(self)
+        loss._parameters = {k: p for k, p in self._parameters.items() if k != name}
+        vars(loss)[name] = value
+        return loss
+
     def _check_fix(self) -> None:
         """Refuse a fix that leaves no curvature, or does not keep its promise."""
         name = type(self).__name__
@@ -271,7 +283,7 @@ class CosineLoss(_Loss, ABC):
         kept = {**vars(self), **self._buffers, **self._parameters}
         kinds = [kind for kind in type(self).__mro__ if issubclass(kind, CosineLoss)]
         names = dict.fromkeys(name for kind in kinds for name in inspect.signature(kind.__init__).parameters)
-        return {name: _plain(kept[name]) for name in names if name in kept}
+        return {name: plain_option(kept[name]) for name in names if name in kept}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -301,10 +313,10 @@ class CosineLoss(_Loss, ABC):
         return _text_of(self.config())
 
 
-def _plain(value: Any) -> Any:
-    """Return an option as saved posteriors store it: a tensor without a graph, a string as plain ``str``."""
+def plain_option(value: Any) -> Any:
+    """Return an option as saved posteriors store it: one number, a tensor without a graph, a plain ``str``."""
     if isinstance(value, Tensor):
-        return value.detach()
+        return value.detach() if value.ndim else value.item()
     return str(value) if isinstance(value, str) else value
 
 

@@ -53,11 +53,11 @@ class InfoNCELoss(RowLoss):
 
     def __init__(
         self,
-        temperature: float | None = None,
+        temperature: float | Tensor | None = None,
         reduction: str = "mean",
         directions: str = "both",
         *,
-        scale: float | None = None,
+        scale: float | Tensor | None = None,
         distance: Distance | str = Distance.ARCCOS,
         pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
@@ -66,7 +66,7 @@ class InfoNCELoss(RowLoss):
             got = f"temperature={temperature!r} and scale={scale!r}"
             raise InputError("temperature, scale", "one of both", got, "scale is 1 / temperature.")
         if scale is not None:
-            temperature = 1 / validate.number("scale", scale, positive=True)
+            temperature = 1 / validate.hyperparameter("scale", scale, positive=True)
         self.temperature = check_temperature(0.1 if temperature is None else temperature)
 
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ class LogisticLoss(PairLoss):
 
     def __init__(
         self,
-        scale: float = 10.0,
-        bias: float = -5.0,
+        scale: float | Tensor = 10.0,
+        bias: float | Tensor = -5.0,
         negative_weight: float = 0.5,
         normalization: Normalization | str = Normalization.ANCHOR,
         *,
@@ -46,8 +46,8 @@ class LogisticLoss(PairLoss):
         pd_fix: PDFix | str = PDFix.FIXED,
     ) -> None:
         super().__init__(negative_weight, normalization, distance=distance, pd_fix=pd_fix)
-        self.scale = validate.number("scale", scale, positive=True)
-        self.bias = validate.number("bias", bias, signed=True)
+        self.scale = validate.hyperparameter("scale", scale, positive=True)
+        self.bias = validate.hyperparameter("bias", bias, signed=True)
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         return same_or_not(self.scale * cosine + self.bias, attract, repel).sum()

@@ -45,9 +45,9 @@ class MultiSimilarityLoss(RowLoss):
 
     def __init__(
         self,
-        alpha: float = 2.0,
-        beta: float = 50.0,
-        base: float = 0.5,
+        alpha: float | Tensor = 2.0,
+        beta: float | Tensor = 50.0,
+        base: float | Tensor = 0.5,
         reduction: str = "mean",
         directions: str = "both",
         *,
@@ -55,9 +55,9 @@ class MultiSimilarityLoss(RowLoss):
         pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
-        self.alpha = validate.number("alpha", alpha, positive=True)
-        self.beta = validate.number("beta", beta, positive=True)
-        self.base = validate.number("base", base, signed=True)
+        self.alpha = validate.hyperparameter("alpha", alpha, positive=True)
+        self.beta = validate.hyperparameter("beta", beta, positive=True)
+        self.base = validate.hyperparameter("base", base, signed=True)
 
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
         return ((positive > 0) | (negative > 0)).any(1).to(positive.dtype)

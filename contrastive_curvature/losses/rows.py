@@ -267,11 +267,13 @@ class RowLoss(CosineLoss):
         return torch.where(terms > 0, times / terms, 0.0)
 
 
-def check_temperature(value: object) -> float:
+def check_temperature(value: object) -> float | Tensor:
     """Return ``value`` if it is a usable temperature: cosines are divided by it."""
-    number = validate.number("temperature", value, positive=True)
+    number = validate.hyperparameter("temperature", value, positive=True)
     if number < _SMALLEST_TEMPERATURE:
-        raise InputError("temperature", f"a number of at least {_SMALLEST_TEMPERATURE:g}", number)
+        raise InputError(
+            "temperature", f"a number of at least {_SMALLEST_TEMPERATURE:g}", validate.without_graph(number)
+        )
     return number
 
 

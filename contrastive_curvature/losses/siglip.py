@@ -43,8 +43,8 @@ class SigLIPLoss(RowLoss):
 
     def __init__(
         self,
-        scale: float = 10.0,
-        bias: float = -10.0,
+        scale: float | Tensor = 10.0,
+        bias: float | Tensor = -10.0,
         reduction: str = "mean",
         directions: str = "both",
         *,
@@ -52,8 +52,8 @@ class SigLIPLoss(RowLoss):
         pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
-        self.scale = validate.number("scale", scale, positive=True)
-        self.bias = validate.number("bias", bias, signed=True)
+        self.scale = validate.hyperparameter("scale", scale, positive=True)
+        self.bias = validate.hyperparameter("bias", bias, signed=True)
 
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
         return ((positive > 0) | (negative > 0)).any(1).to(positive.dtype)

@@ -51,8 +51,8 @@ class SoftContrastiveLoss(PairLoss):
 
     def __init__(
         self,
-        a: float = 1.0,
-        b: float = 0.0,
+        a: float | Tensor = 1.0,
+        b: float | Tensor = 0.0,
         negative_weight: float = 0.5,
         normalization: Normalization | str = Normalization.ANCHOR,
         *,
@@ -60,8 +60,8 @@ class SoftContrastiveLoss(PairLoss):
         pd_fix: PDFix | str = PDFix.FIXED,
     ) -> None:
         super().__init__(negative_weight, normalization, distance=distance, pd_fix=pd_fix)
-        self.a = validate.number("a", a, positive=True)
-        self.b = validate.number("b", b, signed=True)
+        self.a = validate.hyperparameter("a", a, positive=True)
+        self.b = validate.hyperparameter("b", b, signed=True)
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         squared = 2 - 2 * cosine

@@ -45,7 +45,7 @@ class SupConLoss(RowLoss):
 
     def __init__(
         self,
-        temperature: float = 0.1,
+        temperature: float | Tensor = 0.1,
         reduction: str = "mean",
         directions: str = "both",
         *,

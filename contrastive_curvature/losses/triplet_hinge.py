@@ -61,7 +61,7 @@ class TripletLoss(RowLoss):
 
     def __init__(
         self,
-        margin: float = 0.2,
+        margin: float | Tensor = 0.2,
         reduction: str = "mean",
         directions: str = "both",
         *,
@@ -69,7 +69,7 @@ class TripletLoss(RowLoss):
         pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
-        self.margin = validate.number("margin", margin)
+        self.margin = validate.hyperparameter("margin", margin)
 
     @override
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
@@ -169,7 +169,7 @@ class ListedTriplets(EdgeRelation):
         self.anchor, self.near, self.far = a[apart], p[apart], far[apart]
 
 
-def listed_violations(relation: ListedTriplets, u: Tensor, margin: float) -> Tensor:
+def listed_violations(relation: ListedTriplets, u: Tensor, margin: float | Tensor) -> Tensor:
     """Return ``2 s_an - 2 s_ap + margin`` of every triplet, shape (T,), for unit embeddings (N, D)."""
     return 2 * (u[relation.anchor] * (u[relation.far] - u[relation.near])).sum(1) + margin
 

@@ -299,7 +299,7 @@ class _FunctionalEncoder:
 
 
 class MathAttention(TorchFunctionMode):
-    """Computes attention in plain operations, in this thread only; torch's own settings affect the whole process.
+    """Computes attention and bags in plain operations, in this thread; torch's own settings affect the whole process.
 
     Args:
         originals: Tensors whose use is detected, by their ``id``.
@@ -333,6 +333,34 @@ def _math_attention(
     return out
 
 
+def _plain_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Compute ``F.embedding_bag`` of bags of one length by plain operations, which have vmap and second derivatives."""
+    if input.ndim != 2 or max_norm is not None or scale_grad_by_freq:
+        how = (offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights)
+        return F.embedding_bag(input, weight, *how, include_last_offset, padding_idx)
+    counts = torch.ones_like(input) if padding_idx is None else (input != padding_idx % len(weight)).long()
+    counts, rows = counts.unsqueeze(2), F.embedding(input, weight)
+    if mode == "max":
+        # An empty bag is zero.
+        return torch.where(counts.any(1), torch.where(counts > 0, rows, -torch.inf).max(1).values, 0.0)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(2)
+    total = (rows * counts).sum(1)
+    return total / counts.sum(1).clamp(min=1) if mode == "mean" else total
+
+
 def with_globals(function: Any, **names: Any) -> Any:
     """Copy a function, with other objects under some global names."""
     names = {**function.__globals__, **names}
@@ -342,6 +370,7 @@ def with_globals(function: Any, **names: Any) -> Any:
 
 
 _REPLACEMENTS: dict[Any, Any] = {
+    F.embedding_bag: _plain_bag,
     F.scaled_dot_product_attention: _math_attention,
     F.multi_head_attention_forward: with_globals(
         F.multi_head_attention_forward, scaled_dot_product_attention=_math_attention

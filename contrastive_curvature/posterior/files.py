@@ -14,6 +14,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
+from contrastive_curvature import validate
 from contrastive_curvature.codec import from_tree
 from contrastive_curvature.embedding.known import Calibration, Reference, TrainingGaussians, statistic_name
 from contrastive_curvature.embedding.score import Score
@@ -52,7 +53,13 @@ def entries(posterior: Posterior, last_layer: bool) -> dict[str, Any]:
     fitted, prior = posterior.fitted, posterior.prior
     values = (
         *(fitted.mean, fitted.curvature, fitted.loss, fitted.cost),
-        *(prior.mean, prior.precision, prior.chosen, prior.temperature, prior.keeps_temperature),
+        *(
+            prior.mean,
+            prior.precision,
+            prior.chosen,
+            validate.without_graph(prior.temperature),
+            prior.keeps_temperature,
+        ),
         *(fitted.n, fitted.dim, fitted.encoder, _saved_calibration(posterior.calibration, last_layer)),
         *(posterior.refusal, fitted.typical_norm, fitted.classes),
     )

@@ -100,6 +100,7 @@ class LinearizedEncoder:
             encoder=self.fingerprint,
             classes=result.classes,
             training_sample=self._sample(result),
+            slopes=result.slopes,
         )
 
     def _sample(self, result: DatasetCurvature) -> TrainingSample | None:
@@ -249,7 +250,8 @@ def gaussian(
         check_outputs(x, z, dim)
         if joint:
             return _joint_distribution(z, covariance_of_all(_jacobians_of_all(pullback, context, z)))
-        of_weights = posterior.fitted.clamped.variances(*posterior.scales)
+        clamped = posterior.fitted.clamped
+        of_weights = clamped.variances(*posterior.scales) if clamped.independent else None
         if of_weights is not None and of_weights.requires_grad:
             of_weights = None
         spread = _marginal_spread(pullback, context, z, posterior.covariance, of_weights, diagonal)

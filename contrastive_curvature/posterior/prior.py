@@ -167,7 +167,7 @@ def informed(
     return posterior.with_prior(replace(posterior.prior, precision=precision, temperature=temperature, chosen=True))
 
 
-def _say_no_cost(temperature: float) -> None:
+def _say_no_cost(temperature: float | Tensor) -> None:
     """Warn that a fit with zero loss cannot determine the temperature."""
     msg = (
         "optimize_prior_precision: la.cost is 0, as where all positives coincide and every negative is beyond the "
@@ -255,12 +255,14 @@ def check_prior(
         raise InputError(argument, wanted, shown)
 
 
-def check_temperature(value: object, dtype: torch.dtype) -> float:
-    """Return a temperature as a float; its inverse has to be positive and finite in a dtype."""
-    if isinstance(value, (Tensor, np.generic)) and np.size(value) == 1:
+def check_temperature(value: object, dtype: torch.dtype) -> float | Tensor:
+    """Return a temperature, a tensor if it has a gradient; its inverse has to be positive and finite in a dtype."""
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad):
         value = value.item()
-    number = validate.number("temperature", value, positive=True)
-    inverse = torch.ones((), dtype=dtype, device="cpu") / number
+    number = validate.hyperparameter("temperature", value, positive=True)
+    inverse = torch.ones((), dtype=dtype, device="cpu") / validate.without_graph(number)
     if not bool(inverse.isfinite()) or not bool(inverse > 0):
-        raise InputError("temperature", f"a number whose inverse is positive and finite in {dtype}", number)
+        raise InputError(
+            "temperature", f"a number whose inverse is positive and finite in {dtype}", validate.without_graph(number)
+        )
     return number

@@ -21,6 +21,7 @@ from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import Calibration, Known, TrainingInputs, TrainingSample
 from contrastive_curvature.embedding.spread import Axes, DenseSpread, IndependentSpread, Spread
 from contrastive_curvature.fit.class_centres import ClassCentres
+from contrastive_curvature.fit.loop import Slope
 from contrastive_curvature.network.digest import same_encoder
 from contrastive_curvature.network.encoder import at_least_float32
 from contrastive_curvature.structures import Clamped, Structure
@@ -69,6 +70,7 @@ class Fitted:
         encoder: Fingerprint of the encoder's weights, from :class:`~contrastive_curvature.network.digest.Watch`, (4,).
         classes: Centres of the classes, if the targets are class labels.
         training_sample: Some of the training inputs, of a last layer. Never saved, because they are the user's data.
+        slopes: Derivatives in the numbers of the loss that have a gradient.
     """
 
     curvature: Structure
@@ -84,6 +86,17 @@ class Fitted:
     encoder: Tensor
     classes: ClassCentres | None
     training_sample: TrainingSample | None = field(default=None, metadata=NOT_SAVED)
+    slopes: tuple[Slope, ...] = field(default=(), metadata=NOT_SAVED)
+
+    @property
+    def with_graph(self) -> Fitted:
+        """The same fit, whose loss and curvature have a graph to the numbers of the loss that have a gradient."""
+        fitted = self
+        for number, of_loss, of_curvature in self.slopes:
+            change = number - number.detach()
+            curvature = fitted.curvature.map(lambda part, slope, by=change: part + by * slope, of_curvature)
+            fitted = replace(fitted, curvature=curvature, loss=fitted.loss + change * of_loss)
+        return fitted
 
     def __add__(self, later: Fitted) -> Fitted:
         """Return the fit of both data sets, at the weights of the later one."""
@@ -102,6 +115,7 @@ class Fitted:
             typical_norm=norm,
             classes=_merged_classes(self.classes, later.classes),
             training_sample=sample,
+            slopes=self.slopes + later.slopes,
         )
 
     @cached_property
@@ -127,14 +141,14 @@ class Prior:
     Attributes:
         precision: One number, one for each parameter tensor, or one for each weight.
         mean: One number, or one for each weight. Only the marginal likelihood uses it.
-        temperature: The curvature is divided by it.
+        temperature: The curvature is divided by it. A tensor has a gradient.
         chosen: Whether the user or a rule chose the precision after the last fit or update.
         keeps_temperature: Whether the user chose the temperature, so that no rule does.
     """
 
     precision: Tensor
     mean: Tensor
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
     chosen: bool = False
     keeps_temperature: bool = False
 
@@ -165,7 +179,7 @@ class Posterior:
         return replace(self, prior=prior, refusal=refusal)
 
     @property
-    def scales(self) -> tuple[Tensor, float]:
+    def scales(self) -> tuple[Tensor, float | Tensor]:
         """Prior precision, and factor of the curvature."""
         return self.prior.precision, 1 / self.prior.temperature
 
@@ -193,7 +207,8 @@ class Posterior:
     def at_features(self) -> AtFeatures:
         """Spread of the outputs of a last layer, as a function of its features."""
         # Not kept for a prior with a gradient: a backward pass frees the graph.
-        return self._at_features if self.prior.precision.requires_grad else self._cached_at_features
+        graph = self.prior.precision.requires_grad or isinstance(self.prior.temperature, Tensor)
+        return self._at_features if graph else self._cached_at_features
 
     @cached_property
     def _cached_at_features(self) -> AtFeatures:

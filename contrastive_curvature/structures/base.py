@@ -167,9 +167,12 @@ class Clamped(ABC):
     layer overrides :meth:`at_features`.
 
     Attributes:
+        independent: Whether the weights of the posterior do not depend on each other.
         values: Eigenvalues, not negative, shape (K,); K = P unless :attr:`times` differs from 1.
         sizes: Numbers of entries of the parameter tensors, P in all.
     """
+
+    independent: ClassVar[bool] = False
 
     values: Tensor
     sizes: list[int]
@@ -193,8 +196,12 @@ class Clamped(ABC):
         """Return ``B x`` (..., P) of rows (..., K) in the basis."""
 
     @abstractmethod
+    def diagonal_of(self, values: Tensor) -> Tensor:
+        """Return the diagonal of ``B diag(values) B^T``, shape (P,), for any values (K,)."""
+
     def diagonal(self) -> Tensor:
         """Return the diagonal of ``H``, shape (P,)."""
+        return self.diagonal_of(self.values)
 
     def plain(self) -> Any:
         """Return ``H`` in laplace-torch's form, or the object itself."""
@@ -260,10 +267,10 @@ class Clamped(ABC):
         turned = basis.into(torch.eye(sum(self.sizes), dtype=basis.dtype, device=self.values.device) / scale)
         return (turned * basis.precision(d, factor).to(turned)) @ turned.T
 
-    def variances(self, prior: Tensor, factor: float | Tensor) -> Tensor | None:
-        """Return the posterior variances (P,) of independent weights; ``None`` if weights depend on each other."""
-        del prior, factor
-        return None
+    def variances(self, prior: Tensor, factor: float | Tensor) -> Tensor:
+        """Return the posterior variance of every weight, shape (P,)."""
+        basis, d, scale = self.against(prior)
+        return scale * basis.diagonal_of(1 / basis.precision(d, factor)) * scale
 
     def at_features(self, dim: int, prior: Tensor, factor: float | Tensor) -> AtFeatures:
         """Return a function from the features of a last linear layer to the spread of its ``dim`` outputs."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.output import OutputHessian
@@ -106,6 +107,11 @@ class ClampedDense(Clamped):
         d = of_each_weight(prior.double(), self.sizes)
         if prior.numel() == 1:
             return Against(self, d, 1.0)
+        if self.vectors.requires_grad:
+            raise UnsupportedError(
+                "hessian_structure='full': the marginal likelihood has a gradient in the numbers of the loss only for "
+                "one prior precision, because eigenvectors of equal eigenvalues have none."
+            )
         scale = d.rsqrt()
         values, vectors = eigenpairs(scale.unsqueeze(1) * self._matrix() * scale)
         return Against(replace(self, values=values.clamp(min=0), vectors=vectors), torch.ones_like(d), scale)
@@ -121,8 +127,8 @@ class ClampedDense(Clamped):
         return super().covariance(jacobians, prior, factor)
 
     @override
-    def diagonal(self) -> Tensor:
-        return (self.vectors.square() @ self.values).to(self.summed)
+    def diagonal_of(self, values: Tensor) -> Tensor:
+        return (self.vectors.square() @ values).to(self.summed)
 
     def plain(self) -> Tensor:
         """Return the matrix, shape (P, P)."""

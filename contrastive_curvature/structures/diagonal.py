@@ -82,6 +82,8 @@ class Diagonal(Structure):
 class ClampedDiagonal(Clamped):
     """A diagonal curvature; its basis is the weights themselves."""
 
+    independent = True
+
     @override
     def into(self, v: Tensor) -> Tensor:
         return v
@@ -91,8 +93,8 @@ class ClampedDiagonal(Clamped):
         return x
 
     @override
-    def diagonal(self) -> Tensor:
-        return self.values
+    def diagonal_of(self, values: Tensor) -> Tensor:
+        return values
 
     def plain(self) -> Tensor:
         """Return the diagonal, shape (P,)."""
@@ -101,10 +103,6 @@ class ClampedDiagonal(Clamped):
     def posterior_precision(self, prior: Tensor, factor: float | Tensor) -> Tensor:
         """See :meth:`Clamped.posterior_precision`; returns the diagonal, shape (P,)."""
         return self.precision(of_each_weight(prior, self.sizes), factor)
-
-    @override
-    def variances(self, prior: Tensor, factor: float | Tensor) -> Tensor:
-        return 1 / self.posterior_precision(prior, factor)
 
     @override
     def at_features(self, dim: int, prior: Tensor, factor: float | Tensor) -> AtFeatures:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -77,9 +77,21 @@ class Kron(Structure):
         vectors = [[vectors for _, vectors in group] for group in pairs]
         return ClampedKron(_outer(eigenvalues), sizes, eigenvalues, vectors)
 
+    def factors_of(self, clamped: Clamped) -> KronFactors:
+        """Return the factors of every parameter, with what ``clamped`` keeps of the factors of the inputs."""
+        del clamped
+        return self.plain()
+
     def plain(self) -> KronFactors:
         """Return ``[G, A]`` of every matrix, with the mean ``A``, and ``[block]`` of every vector."""
         return [[g, *(part / self.points.to(part) for part in moment)] for g, *moment in self.factors]
+
+
+class EigenFactors(NamedTuple):
+    """Eigenvectors as columns, and eigenvalues, of each factor of each parameter."""
+
+    vectors: list[list[Tensor]]
+    values: list[list[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,13 +115,12 @@ class ClampedKron(Clamped):
         return self._turned(x, self.vectors)
 
     @override
-    def diagonal(self) -> Tensor:
-        return _outer(
-            [
-                [vectors.square() @ values for vectors, values in zip(*group, strict=True)]
-                for group in zip(self.vectors, self.eigenvalues, strict=True)
-            ]
-        )
+    def diagonal_of(self, values: Tensor) -> Tensor:
+        return self._turned(values, [[factor.square() for factor in group] for group in self.vectors])
+
+    @override
+    def plain(self) -> EigenFactors:
+        return EigenFactors(self.vectors, self.eigenvalues)
 
     def at_features(self, dim: int, prior: Tensor, factor: float | Tensor) -> AtFeatures:
         """See :meth:`Clamped.at_features`; one linear layer, variances ``1 / (factor g_k a_f + prior)``."""

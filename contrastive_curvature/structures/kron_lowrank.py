@@ -17,10 +17,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from contrastive_curvature.network.last_layer import sketch_size
+from contrastive_curvature.network.pullback import KronFactors
 from contrastive_curvature.structures.at_features import AtFeatures, AxesAtFeatures
 from contrastive_curvature.structures.base import Against, Clamped, Room
 from contrastive_curvature.structures.finite import eigenpairs
-from contrastive_curvature.structures.kron import Kron
+from contrastive_curvature.structures.kron import EigenFactors, Kron
 from contrastive_curvature.structures.nystrom import LowRankMoment, low_rank_moment
 
 
@@ -37,6 +38,11 @@ class KronLowRank(Kron):
         dim, width = room.parameters[0].shape
         weight = [(dim, dim), (width, sketch_size(width, room.rank)), (1,)]
         return {"factors": [weight, [(dim, dim)]][: len(room.parameters)], "points": torch.float64}
+
+    @override
+    def factors_of(self, clamped: Any) -> KronFactors:
+        (g, *_), *bias = self.plain()
+        return [[g, clamped.inputs.dense()], *bias]
 
     def clamped(self, sizes: list[int], rank: int | None = None) -> ClampedKronLowRank:  # type: ignore[override]
         """See :meth:`Structure.clamped`.
@@ -113,13 +119,29 @@ class ClampedKronLowRank(Clamped):
         return Against(self, self._joined(along * weight, across * weight, of_bias * bias), 1.0)
 
     @override
-    def diagonal(self) -> Tensor:
+    def diagonal_of(self, values: Tensor) -> Tensor:
+        along, across, bias = self._split(values)
+        squares = self.inputs.vectors.double().square()
+        weight = along @ squares.T
+        if self.rank < self._width:
+            weight = weight + across * (1 - squares.sum(1))
+        parts = [(self.axes.double().square() @ weight).flatten()]
+        if self.bias is not None:
+            parts.append(self.bias.double().square() @ bias)
+        return torch.cat(parts).to(self.axes.dtype)
+
+    @override
+    def plain(self) -> EigenFactors:
+        """Return the factors of all features: the kept eigenvectors, and a basis (F, F - R) of the complement."""
         q, values, rest = self.inputs
-        of_inputs = rest + q.double().square() @ (values - rest)
-        weight = torch.outer(self.axes.double().square() @ self.of_g, of_inputs).flatten()
-        if self.bias is None:
-            return weight.to(q.dtype)
-        return torch.cat([weight, self.bias.double().square() @ self._split(self.values)[2]]).to(q.dtype)
+        # The columns after the R-th of the whole factor are orthogonal to the kept ones.
+        complement = torch.linalg.qr(q, mode="complete").Q[:, self.rank :]
+        of_inputs = torch.cat([values, rest.expand(complement.shape[1])])
+        bias = [] if self.bias is None else [[self._split(self.values)[2].to(q.dtype)]]
+        return EigenFactors(
+            [[self.axes, torch.cat([q, complement], 1)], *([] if self.bias is None else [[self.bias]])],
+            [[self.of_g.to(q.dtype), of_inputs.to(q.dtype)], *bias],
+        )
 
     @override
     def at_features(self, dim: int, prior: Tensor, factor: float | Tensor) -> AtFeatures:

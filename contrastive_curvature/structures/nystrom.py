@@ -36,6 +36,11 @@ class LowRankMoment(NamedTuple):
     values: Tensor
     rest: Tensor
 
+    def dense(self) -> Tensor:
+        """Return the matrix, shape (F, F)."""
+        q, rest = self.vectors, self.rest.to(self.vectors)
+        return (q * (self.values.to(q) - rest)) @ q.T + rest * torch.eye(len(q), dtype=q.dtype, device=q.device)
+
 
 def choose_rank(values: Tensor, trace: Tensor) -> int:
     """Return the smallest rank whose rest is at most LEFT_OVER of the trace without the first eigenvalue.

@@ -128,6 +128,32 @@ def test_tools_of_the_host(pd_fix: str, distance: str) -> None:
         assert close(inverted @ b, wanted, tolerance=1e-8)
 
 
+@covering(1, mode=["mean", "sum", "max"], padding=[None, -2], weighted=[False, True])
+def test_bags_of_embeddings(mode: str, padding: int | None, weighted: bool) -> None:
+    """Torch has no second derivative of them, through which a product with the Jacobian goes."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words = nn.EmbeddingBag(6, 3, mode=mode, padding_idx=padding).double()
+            self.head = nn.Linear(3, 2).double()
+            self.share = torch.linspace(0.5, 2, 4, dtype=torch.float64) if weighted and mode == "sum" else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            share = None if self.share is None else self.share.expand(len(x), 4)
+            return self.head(self.words(x, per_sample_weights=share))
+
+    model, y = Bags(), torch.tensor([0, 1, 0, 1, 0, 1, 1])
+    x = torch.randint(0, 6, (7, 4), generator=torch.Generator().manual_seed(3))
+    x[0] = 4  # nothing but padding, where there is one
+    loss = cc.ContrastiveLoss(margin=None, pd_fix="full")
+    jacobian = dense_jacobian(model, x)
+    truth = jacobian.T @ loss.output_hessian(model(x).detach(), y).dense() @ jacobian
+    operator = ContrastiveGGNLinearOperator(model, loss, None, [(x[:3], y[:3]), (x[3:], y[3:])])
+    assert close(operator @ torch.eye(len(truth), dtype=torch.float64), truth)
+
+
 def test_the_model_is_left_alone_and_normalisation_looked_through() -> None:
     model, x, case = fixed_case("positive")
     wrapped = nn.Sequential(model, nn.Dropout(0.5), cc.L2Norm()).train()

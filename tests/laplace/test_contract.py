@@ -9,7 +9,7 @@ import pytest
 import torch
 from laplace import Laplace
 from strategies import build_network, make_inputs
-from torch import Tensor, nn
+from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature import (
@@ -57,8 +57,6 @@ def test_the_default_is_chosen_anew_at_every_fit() -> None:
 def test_a_backend_that_cannot_be_used_is_refused_by_name() -> None:
     with pytest.raises(cc.UnsupportedError, match=r"a GELU.*ContrastiveGGN"):
         fitted("gelu", "all", "diag", backend=cc.BackPackContrastiveGGN)
-    with pytest.raises(cc.UnsupportedError, match=r"enable_backprop.*ContrastiveGGN"):
-        Laplace(nn.Linear(2, 2), "contrastive", "all", "diag", backend=cc.BackPackContrastiveGGN, enable_backprop=True)
 
 
 def test_a_backend_of_ones_own_may_have_options() -> None:

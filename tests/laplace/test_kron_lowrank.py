@@ -280,3 +280,16 @@ def test_a_fit_forms_no_large_matrix() -> None:
     # A matrix of (F, F) would have 900 million numbers.
     assert la.H_raw[0][1].shape == (width, 16)
     assert bool(la(x[:3]).kappa.isfinite().all())
+
+
+def test_laplace_torch_reads_factors_and_no_matrix_of_all_weights() -> None:
+    width, dim = 500, 3
+    x = features(40, 20).float().repeat(1, width // 20)
+    la: Any = Laplace(nn.Linear(width, dim), "contrastive", backend_kwargs={"rank": 4, "pd_fix": "psd"})
+    la.fit([(x[:20], labels(20)), (x[20:], labels(20))])
+    precision = la.posterior_precision
+    assert [[len(q) for q in group] for group in precision.eigenvectors] == [[dim, width], [dim]]
+    assert float(precision.logdet()) == pytest.approx(float(la.log_det_posterior_precision), rel=1e-5)
+    value = torch.linspace(-1, 1, la.n_params)
+    norm = float(la.square_norm(la.mean + value))
+    assert float(value @ precision.bmm(value, exponent=1)) == pytest.approx(norm, rel=1e-4)

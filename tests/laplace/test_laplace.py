@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from laplace import Laplace
+from laplace.utils import LargestVarianceDiagLaplaceSubnetMask
 from strategies import close
 from tables import covering, each
 from torch import Tensor, nn
@@ -94,11 +95,8 @@ def leading(a: Tensor) -> Tensor:
 
 def dense_h(la: Any, structure: str) -> Tensor:
     """The clamped curvature that the posterior of a fitted object is made from."""
-    if structure == "kron":
+    if structure.startswith("kron"):
         return la.H.to_matrix(exponent=1)
-    if structure == "kron_lowrank":
-        clamped = la.posterior.fitted.clamped
-        return clamped.out_of(clamped.into(torch.eye(len(la.mean)).to(la.mean)) * clamped.values)
     return la.H.diag() if structure == "diag" else la.H
 
 
@@ -186,6 +184,46 @@ def test_pairs_inside_batches_stand_for_all_pairs_of_their_type(normalization: s
         la = make(body(), "all", "diag", **chosen)
         la.fit(batches(x, y, size=8, shuffle=False))
         assert close(la.H_raw, truth), chosen
+
+
+@for_every_combination
+def test_what_laplace_torch_reads_of_a_posterior(weights: str, structure: str, device: str) -> None:
+    x, y = data(device)
+    la = fitted(body(device=device), weights, structure, x, y, host={"prior_precision": 2.0, "temperature": 0.4})
+    h = dense_truth(body(device=device), x, y, weights, structure)
+    precision = h / 0.4 + 2 * torch.eye(len(h)).to(h)
+    covariance = torch.linalg.inv(precision)
+    assert close(la.posterior_variance, covariance.diagonal())
+    stated = la.posterior_precision
+    if structure.startswith("kron"):
+        assert close(stated.to_matrix(exponent=1), precision)
+        factors = curvature(body(device=device), x, y, weights, structure, clamp=False)
+        if structure == "kron_lowrank":
+            factors[0] = [factors[0][0], leading(factors[0][1])]
+        assert close(la.H_facs.to_matrix(), dense_factors(factors))
+        with pytest.raises(cc.UnsupportedError, match=r"posterior_scale: 'kron.*has no triangular factor"):
+            _ = la.posterior_scale
+        return
+    with pytest.raises(cc.UnsupportedError, match=r"H_facs: hessian_structure=.* has no factors"):
+        _ = la.H_facs
+    scale = la.posterior_scale
+    if structure == "diag":
+        assert close(stated.diag(), precision)
+        assert close(scale.square().diag(), covariance)
+    else:
+        assert close(stated, precision)
+        assert close(scale, torch.linalg.cholesky(covariance))
+
+
+def test_the_mask_of_the_largest_variances_takes_a_contrastive_posterior() -> None:
+    x, y = data()
+    mask = LargestVarianceDiagLaplaceSubnetMask(body(), 7, make(body(), "all", "diag"))
+    chosen = mask.select(batches(x, y))
+    diagonal = dense_truth(body(), x, y, "all", "diag").diagonal()
+    assert torch.equal(chosen.sort().values, diagonal.argsort()[:7].sort().values)
+    la = Laplace(body(), "contrastive", "subnetwork", "full", subnetwork_indices=chosen)
+    la.fit(batches(x, y))
+    assert la(x).mu.shape == (POINTS, DIM)
 
 
 def test_mappings_with_a_key_of_their_own_for_the_labels() -> None:

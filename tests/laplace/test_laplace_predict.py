@@ -448,6 +448,19 @@ def test_predictions_can_be_differentiated(weights: str, structure: str, device:
     assert not silent(point).kappa.requires_grad
 
 
+@pytest.mark.parametrize("backend", [cc.BackPackContrastiveGGN, cc.StochManContrastiveGGN])
+@pytest.mark.parametrize(("weights", "structure"), [("last_layer", "kron"), ("all", "diag"), ("subnetwork", "full")])
+def test_predictions_of_every_backend_can_be_differentiated(weights: str, structure: str, backend: type) -> None:
+    x, y = data()
+    host = {"enable_backprop": True, "prior_precision": PRIOR}
+    gradients = []
+    for chosen in (cc.ContrastiveGGN, backend):
+        la = fitted(body(cc.L2Norm()), weights, structure, x, y, host={**host, "backend": chosen})
+        point = x[:2].clone().requires_grad_()
+        gradients.append(torch.autograd.grad(la(point).kappa.sum(), point)[0])
+    assert close(gradients[1], gradients[0])
+
+
 @pytest.mark.filterwarnings("ignore:.*point by point")
 def test_gradients_through_a_module_that_cannot_be_vectorised() -> None:
     """Its Jacobians are taken point by point; their part in the gradient must not get lost in silence."""

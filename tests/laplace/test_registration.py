@@ -130,6 +130,7 @@ for name, call in {
     "none": lambda: Laplace(net(), "contrastive", "all", "kron_lowrank"),
     "gone": lambda: Laplace(net(), "contrastive", hessian_structure=HessianStructure.GP, n_subset=8),
     "theirs": lambda: Laplace(net(), "regression", "last_layer", "kron_lowrank"),
+    "training": lambda: marglik_training(net(), loader, "contrastive", backend=cc.ContrastiveGGN),
 }.items():
     try:
         chosen[name] = kind(call())
@@ -205,6 +206,7 @@ def test_calls_work_however_laplace_was_imported(registered: Any) -> None:
     assert chosen["none"].startswith("InputError: hessian_structure: expected one of 'diag', 'full', 'kron', ")
     assert "got kron_lowrank. 'kron_lowrank' is for subset_of_weights='last_layer'." in chosen["none"]
     assert "got gp. It was removed after version 0.2." in chosen["gone"]
+    assert chosen["training"].startswith("UnsupportedError: marglik_training: it trains with a cross-entropy or ")
     assert chosen["theirs"] == "ValueError: Unsupported Laplace combination: last_layer, kron_lowrank."
 
 

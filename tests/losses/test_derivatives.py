@@ -80,3 +80,18 @@ def test_points_that_come_again_in_any_order(case: Case, seed: int, device: str)
     assert close(sums.neighbors.cpu(), (truth @ u)[order], size, 1e-13)
     every = hessian.place(moved.z, targets, rows.numbers)
     assert close(hessian.cross(part, every).y.cpu(), truth[order], size, 1e-13)
+
+
+# torch's own vmap of logsigmoid.
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("loss", [cc.ContrastiveLoss(1.2), cc.InfoNCELoss(), cc.LogisticLoss(), cc.TripletLoss()])
+def test_hessians_of_an_ensemble_by_vmap(loss: cc.losses.CosineLoss) -> None:
+    labels = torch.arange(8) % 3
+    members = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = torch.func.vmap(torch.func.hessian(lambda z: loss(z, labels)))(members)
+    for z, hessian in zip(members, found, strict=True):
+        wanted = loss.output_hessian(z, labels, distance="arccos", pd_fix="full").dense()
+        assert close(hessian.reshape_as(wanted), wanted)
+    members[1, 5] = 0
+    with pytest.raises(cc.InputError, match=r"non-zero norm, got zero norm in rows \[5\]"):
+        torch.func.vmap(lambda z: loss(z, labels))(members)

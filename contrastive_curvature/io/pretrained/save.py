@@ -175,7 +175,7 @@ _ARGUMENTS = ("subset_of_weights", "enable_backprop", "dict_key_x", "dict_key_y"
 
 _DESCRIBED = (
     *("subset_of_weights", "hessian_structure", "n_outputs", "n_params", "n_data"),
-    *("temperature", "typical_norm"),
+    "typical_norm",
 )
 """Attributes of a posterior that its description repeats."""
 
@@ -252,6 +252,7 @@ def _posterior(la: Any, name: str, table: TensorTable, example: Inputs | None) -
     info = PosteriorInfo(
         name=name,
         **{key: getattr(la, key) for key in _DESCRIBED},
+        temperature=state["temperature"],
         dtype=str(la._dtype),
         loss=loss.description,
         needs_loss=loss_options is None,

@@ -11,6 +11,7 @@ exact. The pairs of a data set cannot be split into batches, so the contrastive 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ import torch
 from laplace.curvature.curvature import GGNInterface
 from laplace.utils import Kron as HostKron
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from typing_extensions import override
 
 from contrastive_curvature.errors import InputTypeError, UnsupportedError
@@ -29,7 +31,7 @@ from contrastive_curvature.fit.anchors import ANCHORS
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BATCHES
 from contrastive_curvature.fit.dataset import DATASET, refuse_cross_terms_in_parts
-from contrastive_curvature.fit.loop import DatasetCurvature, Fit, fit
+from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Slope, fit
 from contrastive_curvature.fit.mc_samples import make_sampler, term_of
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import Passes
@@ -96,8 +98,8 @@ class ContrastiveBackend(GGNInterface, ABC):
         InputError: An option is unknown or out of range.
     """
 
-    keeps_graph: ClassVar[bool] = False
-    """Whether Jacobians can be differentiated once more."""
+    keeps_graph: ClassVar[bool] = True
+    """Whether ``enable_backprop`` is accepted: predictions with a graph take torch's own Jacobians."""
 
     sketches_inputs: bool = False
     """Whether the input factor of a last layer's Kronecker pair is a sketch; a posterior of low rank asks for it."""
@@ -187,12 +189,14 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     def jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Return Jacobians (B, D, P) of the raw outputs in this backend's parameters, and the outputs (B, D)."""
-        if enable_backprop and not self.keeps_graph:
-            raise UnsupportedError(
-                f"enable_backprop=True: {type(self).__name__} keeps no graph. Use backend=ContrastiveGGN."
-            )
         with evaluation_mode(self.model), torch.set_grad_enabled(enable_backprop):
-            encoder, pullback = self.encoder(x), self.pullback(x)
+            encoder = self.encoder(x)
+            if enable_backprop:
+                # Jacobians of a host keep no graph, torch's own do.
+                weights = "all" if self.subnetwork_indices is None else self.subnetwork_indices
+                pullback = make_pullback(encoder, "last_layer" if self.last_layer else weights)
+            else:
+                pullback = self.pullback(x)
             context: Any = x
             if isinstance(pullback, LastLayerPullback):
                 z, context = encoder.forward_with_features(x)
@@ -281,10 +285,25 @@ class ContrastiveBackend(GGNInterface, ABC):
         Raises:
             InputError: See :meth:`~contrastive_curvature.laplace.posterior.ContrastiveLaplace.fit`.
         """
+        out = self._fitted(loader, structure, progress)
+        slopes = tuple(self._slope(name, loader, structure, progress) for name in self.loss.with_gradient())
+        return replace(out, slopes=slopes)
+
+    def _fitted(self, loader: Iterable[Any], structure: type[Structure], progress: bool | None) -> DatasetCurvature:
         with self._ready(loader) as (encoder, pullback):
             f = self._fit(pullback, structure, Progress(progress))
             (out,) = fit(f, Passes(self._reader(loader), encoder, pullback))
         return self.at_data_scale(out)
+
+    def _slope(self, name: str, loader: Iterable[Any], structure: type[Structure], progress: bool | None) -> Slope:
+        """Return the derivatives of a fit in one number of the loss, by a fit in forward mode."""
+        # Not by a graph: it would hold every batch of the fit.
+        number, other = self.loss.with_gradient()[name], copy.copy(self)
+        with forward_ad.dual_level():
+            other.loss = self.loss.with_number(name, forward_ad.make_dual(number.detach(), torch.ones_like(number)))
+            other.options = replace(self.options, loss=other.loss)
+            out = other._fitted(loader, structure, progress)
+            return Slope(number, _tangent(out.loss), out.curvature.map(_tangent))
 
     def fit_part(
         self,
@@ -373,8 +392,6 @@ class ContrastiveBackend(GGNInterface, ABC):
 class ContrastiveGGN(ContrastiveBackend):
     """Generalised Gauss-Newton of a pair loss through any module, by torch alone; see :class:`ContrastiveBackend`."""
 
-    keeps_graph: ClassVar[bool] = True
-
     @override
     def all_parameters(self, encoder: Encoder) -> Pullback:
         return make_pullback(encoder, "all")
@@ -382,3 +399,9 @@ class ContrastiveGGN(ContrastiveBackend):
     def subnetwork_parameters(self, encoder: Encoder, indices: Tensor) -> Pullback:
         """Return a pullback that differentiates only the parameters with chosen entries."""
         return make_pullback(encoder, indices)
+
+
+def _tangent(value: Tensor) -> Tensor:
+    """Return the derivative that a tensor of a fit in forward mode has; zero without one."""
+    tangent = forward_ad.unpack_dual(value).tangent
+    return torch.zeros_like(value) if tangent is None else tangent
