@@ -189,7 +189,7 @@ def identity(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(given: argparse.Namespace, data: RetrievalData, cells: Sequence[Cell]) -> tuple[str, bool]:
-    """Compute what is missing, and report after every seed.
+    """Compute what is missing, and report after every cell.
 
     Returns:
         The tables, in Markdown, and whether a method raised an error of the library's.
@@ -226,10 +226,10 @@ def run(given: argparse.Namespace, data: RetrievalData, cells: Sequence[Cell]) -
                 content |= {"method": cell.row.method, "options": cell.row.options, "figures": found.figures}
                 content |= {"variants": found.variants, "seconds": {"fit": seconds} | found.seconds, "machine": machine}
             write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-        if last or (new and cells[number + 1].seed != cell.seed):
+        if last or new:
             text = write_report(given.out, identity(given), data)
-            if last or cell.seed == given.seeds[0]:
-                draw_all(given.out, data, given.table, given.seeds[0])
+        if last:
+            draw_all(given.out, data, given.table, given.seeds[0])
     return text, failed
 
 

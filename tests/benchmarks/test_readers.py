@@ -19,7 +19,7 @@ IMAGES = 4
 
 
 def photo(path: Path, label: int, mode: str = "RGB") -> Path:
-    """Write an image whose brightness tells its class; some sets have grey ones among them."""
+    """Write an image whose brightness tells its class; some sets have grey ones and ones for print among them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(abs(hash(path.name)) % 2**32).integers(0, 20, (24, 20, 3))
     pixels = (noise + 40 * (label % 5) + [0, label % 30, 0]).astype(np.uint8)
@@ -31,7 +31,7 @@ def names(folder: Path, classes: list[int], ending: str = ".jpg") -> list[tuple[
     """Write some images of each class; their paths in the folder."""
     found = [(f"{label:03d}.kind/{label:03d}_{n}{ending}", label) for label in classes for n in range(IMAGES)]
     for name, label in found:
-        photo(folder / name, label, "L" if label % 50 == 2 else "RGB")
+        photo(folder / name, label, {2: "L", 3: "CMYK"}.get(label % 50, "RGB"))
     return found
 
 
@@ -124,12 +124,12 @@ def write_inshop(root: Path) -> None:
 
 
 def write_msls(root: Path) -> None:
-    """Places 1 km apart, with images 8 m apart; one place of two zones; a query far from everything."""
+    """Places with images 8 m apart, two with the same numbers in two zones; a query far from everything."""
     for part in ("train/database", "train/queries", "val/database", "val/queries"):
         for place in range(3):
             for n in range(IMAGES):
-                at = f"@{500000 + 1000 * place + 8 * n}.00@6170000.5@{33 - place % 2}@U@@@key{n}{part[-1]}@@@@@@@@.jpg"
-                photo(root / "msls/images" / part / at, place)
+                at = f"@{500000 + 1000 * (place // 2) + 8 * n}.00@6170000.5@{33 - place % 2}@U"
+                photo(root / "msls/images" / part / f"{at}@@@key{n}@@@@@@@@.jpg", place)
     photo(root / "msls/images/val/queries/@100000.00@100000.00@33@U@@@far@@@@@@@@.jpg", 0)
 
 
@@ -205,6 +205,8 @@ def test_a_made_up_set_becomes_a_table(name: str, tmp_path: Path) -> None:
         assert (data.train.targets.unique().tolist(), data.test.targets.unique().tolist()) == (trained, searched)
     if table != "2":
         assert len(data.test) == len(searched or range(3)) * IMAGES  # the query far from everything has left
+        assert data.gallery is None or not {*data.test.paths} & {*data.gallery.paths}
+        assert all("quer" in path for path in data.test.paths) is (data.gallery is not None)
         labels, images = classes_of(data.test.targets, 500.0), data.test.images(range(len(data.test)))
         blue = [images[labels == label, 2].mean((1, 2)) for label in labels.unique()]
         assert all(float(one.max() - one.min()) < 0.2 for one in blue)  # an image has the label of its folder
