@@ -3,7 +3,9 @@
 import gc
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from importlib.metadata import version
+from typing import Any
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # plots go to files, display or not
 
@@ -63,6 +65,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  scikit-learn draws from this generator
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    """Skip a test that reaches our operator where laplace-torch 0.2 holds curvlinops 2, which has no base for it."""
+    try:
+        return (yield)
+    except ImportError as error:
+        if "needs curvlinops 3" in str(error) and version("curvlinops-for-pytorch").startswith("2."):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(scope="module")

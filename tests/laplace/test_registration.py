@@ -72,7 +72,15 @@ def results():
     out["marglik_training"] = digest(torch.tensor(margliks), torch.tensor(losses), la.mean)
     return out
 
+def attempt(weights, structure):
+    """The host's own error: laplace-torch 0.2 and 0.3 differ."""
+    try:
+        Laplace(net(), "regression", weights, structure)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
 out = {"plain": results()}
+errors = [attempt("all", "bogus"), attempt("last_layer", "kron_lowrank")]
 assert not any("contrastive" in m for m in sys.modules)
 import inspect
 from laplace.baselaplace import BaseLaplace, DiagLaplace
@@ -129,7 +137,6 @@ for name, call in {
     "unknown": lambda: Laplace(net(), "contrastive", "last_layer", "bogus"),
     "none": lambda: Laplace(net(), "contrastive", "all", "kron_lowrank"),
     "gone": lambda: Laplace(net(), "contrastive", hessian_structure=HessianStructure.GP, n_subset=8),
-    "theirs": lambda: Laplace(net(), "regression", "last_layer", "kron_lowrank"),
     "training": lambda: marglik_training(net(), loader, "contrastive", backend=cc.ContrastiveGGN),
 }.items():
     try:
@@ -153,16 +160,11 @@ ours = [c for c in _all_subclasses(BaseLaplace) if c.__module__.startswith("cont
 of_host = {c._key for c in classes() if hasattr(c, "_key")}
 out["collisions"] = sorted(str(c._key) for c in ours if hasattr(c, "_key") and (c._key in of_host or len(c._key) < 3))
 out["ours"] = len(ours)
-def attempt():
-    try:
-        Laplace(net(), "regression", "all", "bogus")
-    except ValueError as error:
-        return str(error)
-with_us = attempt()
+with_us = [attempt("all", "bogus"), attempt("last_layer", "kron_lowrank")]
 cc.unregister()
 cc.unregister()
 out["restored"] = state() == first and sys.modules["laplace.laplace"]._all_subclasses is _all_subclasses
-out["same error"] = attempt() == with_us
+out["same error"] = errors == with_us and None not in errors
 out["after"] = results()
 try:
     Laplace(net(), "contrastive")
@@ -207,7 +209,6 @@ def test_calls_work_however_laplace_was_imported(registered: Any) -> None:
     assert "got kron_lowrank. 'kron_lowrank' is for subset_of_weights='last_layer'." in chosen["none"]
     assert "got gp. It was removed after version 0.2." in chosen["gone"]
     assert chosen["training"].startswith("UnsupportedError: marglik_training: it trains with a cross-entropy or ")
-    assert chosen["theirs"] == "ValueError: Unsupported Laplace combination: last_layer, kron_lowrank."
 
 
 def test_what_is_replaced_is_put_back(registered: Any) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 import contrastive_curvature as cc
-from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
 from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
 from contrastive_curvature.network.module import MathAttention
 
@@ -110,7 +109,7 @@ def fitted(subset: str, structure: str, backend: Any = None, **options: Any) -> 
 
 
 def operator(model: nn.Module) -> Any:
-    made = ContrastiveGGNLinearOperator(model, cc.ContrastiveLoss(), None, [(data(), LABELS)])
+    made = cc.ContrastiveGGNLinearOperator(model, cc.ContrastiveLoss(), None, [(data(), LABELS)])
     return made @ torch.ones(made.shape[1], dtype=torch.float64)
 
 
