@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.machine import table
-from contrastive_curvature.retriever.evidence import Embedded, evidence
-from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
+from contrastive_curvature.retriever.evidence import Embedded, Searched, evidence
+from contrastive_curvature.retriever.rule import Rates, Rule, certified
 
 
 def unit(rows: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -45,22 +45,19 @@ class World(NamedTuple):
         of = torch.arange(classes).repeat_interleave(each)
         return cls(queries, torch.from_numpy(truth), torch.from_numpy(points).float(), of)
 
-    def searched(self, digits: int | None = None) -> tuple[Labelled, NDArray[np.float64]]:
+    def searched(self, digits: int | None = None) -> tuple[Searched, Searched]:
         """Evidence with and without the class of each query, rounded so that there are ties."""
         columns, match = evidence(self.queries, self.gallery, self.classes)
         absent, _ = evidence(self.queries, self.gallery, self.classes, self.truth)
         novelty = self.queries.novelty
         if digits is not None:
             columns, absent, novelty = (values.round(digits) for values in (columns, absent, novelty))
-        return Labelled(columns, (self.classes[match] == self.truth).numpy(), novelty), absent
+        right = (self.classes[match] == self.truth).numpy()
+        return Searched(columns, novelty, right), Searched(absent, novelty, right & False)
 
 
-def rows(every: Labelled, chosen: NDArray[np.int64]) -> Labelled:
-    return Labelled(*(values[chosen] for values in every))
-
-
-def answered(rule: Rule, columns: NDArray[np.float64], novelty: NDArray[np.float64]) -> NDArray[np.bool_]:
-    return rule.decision(columns, novelty) == "answer"
+def answered(rule: Rule, found: Searched) -> NDArray[np.bool_]:
+    return rule.decision(found) == "answer"
 
 
 class Case(NamedTuple):
@@ -109,10 +106,10 @@ def simulated(case: Case, draws: int) -> Observed:
     found = []
     for _ in range(draws):
         drawn, others = np.split(rng.permutation(len(every.right)), [case.held_out])
-        rule = certified(asked, rows(every, drawn), absent[drawn])
-        new = rows(every, others)
-        now = answered(rule, new.evidence, new.novelty)
-        matches = answered(rule, absent[others], new.novelty).mean()
+        rule = certified(asked, every[drawn], absent[drawn])
+        new = every[others]
+        now = answered(rule, new)
+        matches = answered(rule, absent[others]).mean()
         broken = bool(now.any() and (~new.right[now]).mean() > wrong)
         found.append((broken, now.mean(), matches, (rule.p_value(new.novelty) <= 0.05).mean()))
     return Observed(*(np.array(column) for column in zip(*found, strict=True)))

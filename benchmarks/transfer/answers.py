@@ -28,8 +28,8 @@ from contrastive_curvature import RetrievalThreshold
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics import auroc as auroc_of
 from contrastive_curvature.retriever.encoding import embedded
-from contrastive_curvature.retriever.evidence import COLUMNS, evidence
-from contrastive_curvature.retriever.rule import Labelled, Rates, certified
+from contrastive_curvature.retriever.evidence import COLUMNS, Embedded, Searched, evidence
+from contrastive_curvature.retriever.rule import Rates, certified
 
 _HELD_OUT, _SPLITS, _DRAWS = 500, 20, 50
 _CONFIDENCE, _MATCHES, _ALARMS = 0.9, 0.05, 0.02
@@ -44,9 +44,9 @@ Numbers = NDArray[np.float64]
 class Asked(NamedTuple):
     """Evidence of all queries of an encoder, of the same without their class, and of unknown inputs by kind."""
 
-    queries: Labelled
-    absent: Numbers
-    unknown: dict[str, Numbers]
+    queries: Searched
+    absent: Searched
+    unknown: dict[str, Searched]
 
 
 def asked(content: FeatureFile) -> Asked:
@@ -62,17 +62,16 @@ def asked(content: FeatureFile) -> Asked:
         order = order[labels[order].argsort(kind="stable")]
         gallery, of, tests, labels = tests[order[::2]], labels[order[::2]], tests[order[1::2]], labels[order[1::2]]
     la = Fitted(content).posterior(DEFAULT)
-    points, queries = (embedded(la, values, name, False) for values, name in ((gallery, "gallery"), (tests, "queries")))
+    points, known = (embedded(la, values, name, False) for values, name in ((gallery, "gallery"), (tests, "queries")))
     classes, truth = torch.from_numpy(of), torch.from_numpy(labels)
-    columns, match = evidence(queries, points.directions, classes)
-    return Asked(
-        Labelled(columns, (classes[match] == truth).numpy(), queries.novelty),
-        evidence(queries, points.directions, classes, truth)[0],
-        {
-            kind: evidence(embedded(la, values, kind, False), points.directions, classes)[0]
-            for kind, values in content.unknown.items()
-        },
-    )
+
+    def searched(queries: Embedded, without: torch.Tensor | None = None) -> Searched:
+        columns, match = evidence(queries, points.directions, classes, without)
+        right = classes[match] == truth if without is None and queries is known else torch.zeros(len(match)) > 0
+        return Searched(columns, queries.novelty, right.numpy())
+
+    kinds = {kind: searched(embedded(la, values, kind, False)) for kind, values in content.unknown.items()}
+    return Asked(searched(known), searched(known, truth), kinds)
 
 
 def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
@@ -84,8 +83,8 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for seed in range(splits):
         held, new = np.split(np.random.default_rng(seed).permutation(n), [min(_HELD_OUT, n // 2)])
-        known, absent = promises.rows(every.queries, held), every.absent[held]
-        queries, lacking = promises.rows(every.queries, new), every.absent[new]
+        known, absent = every.queries[held], every.absent[held]
+        queries, lacking = every.queries[new], every.absent[new]
         rule = certified(rates, known, absent)
         scores = {
             **{name: lambda x, k=k, sign=sign: -sign * x[:, k] for k, (name, sign) in enumerate(COLUMNS.items())},
@@ -96,12 +95,12 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
         for name, score in scores.items():
             right = score(queries.evidence[queries.right])
             auroc["right"][name] = _auroc(right, score(queries.evidence[~queries.right]))
-            auroc["absent"][name] = _auroc(right, score(lacking))
-            auroc["unknown"][name] = mean(_auroc(right, score(kind)) for kind in every.unknown.values())
+            auroc["absent"][name] = _auroc(right, score(lacking.evidence))
+            auroc["unknown"][name] = mean(_auroc(right, score(kind.evidence)) for kind in every.unknown.values())
         answered: dict[str, dict[str, float]] = {}
         for title, risk in risks.items():
             alone = certified(Rates(risk, None, None, _CONFIDENCE), known, absent)
-            now = promises.answered(alone, queries.evidence, queries.novelty)
+            now = promises.answered(alone, queries)
             answered[title] = {"retriever": float(now.mean())}
             for k, (name, sign) in enumerate(COLUMNS.items()):
                 try:
@@ -110,16 +109,16 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
                     answered[title][name] = float(limit.accept(-sign * queries.evidence[:, k]).mean())
                 except InputError:
                     answered[title][name] = 0.0
-        decision = rule.decision(queries.evidence, queries.novelty)
+        decision = rule.decision(queries)
         now = decision == "answer"
-        confidence = 1 / (1 + np.exp(rule.right(np.concatenate([queries.evidence, lacking]))))
+        confidence = 1 / (1 + np.exp(rule.right(np.concatenate([queries.evidence, lacking.evidence]))))
         known_or_not = np.append(queries.right, np.zeros(len(lacking), bool))
         weight = np.repeat([1, 0.1], [len(queries.right), len(lacking)])
-        of_unknown = [promises.answered(rule, kind, np.exp(kind[:, -1])).mean() for kind in every.unknown.values()]
+        of_unknown = [promises.answered(rule, kind).mean() for kind in every.unknown.values()]
         kept = {
             "answered": float(now.mean()),
             "wrong": float((~queries.right[now]).mean()) if now.any() else 0.0,
-            "matches": float(promises.answered(rule, lacking, queries.novelty).mean()),
+            "matches": float(promises.answered(rule, lacking).mean()),
             "alarms": float((decision == "unknown").mean()),
             "unknown": mean(map(float, of_unknown)),
         }
@@ -140,8 +139,8 @@ def _above(every: Asked, rates: Rates, seed: int) -> bool:
     """
     n = len(every.queries.right)
     held = np.random.default_rng(seed).integers(0, n, min(_HELD_OUT, n // 2))
-    rule = certified(rates, promises.rows(every.queries, held), every.absent[held])
-    now = rule.decision(every.queries.evidence, every.queries.novelty) == "answer"
+    rule = certified(rates, every.queries[held], every.absent[held])
+    now = rule.decision(every.queries) == "answer"
     return bool(now.any() and (~every.queries.right[now]).mean() > rates.wrong_answers)
 
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_curvature.errors import NotFittedError
 from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.io.pretrained.save import encoder_of
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.network.batches import batches, by_length, results
 from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.given_features import feature_inputs
+from contrastive_curvature.network.given_features import feature_inputs, has_features
 from contrastive_curvature.network.inputs import slice_inputs
 from contrastive_curvature.posterior.calibration import present_calibration, present_training
 from contrastive_curvature.posterior.predict import moved_inputs
-from contrastive_curvature.retriever.evidence import Embedded
-from contrastive_curvature.retriever.head import AT_ONCE, outputs, with_head
+from contrastive_curvature.retriever.evidence import Embedded, evidence
+from contrastive_curvature.retriever.head import AT_ONCE, BELOW, Headed, outputs, with_head
 from contrastive_curvature.retriever.reading import read
 from contrastive_curvature.retriever.state import coded
+
+Frozen = tuple[Tensor, list[Hashable]]
 
 
 def embedded(
@@ -30,41 +34,74 @@ def embedded(
 ) -> Embedded:
     """Return embeddings, uncertainties and novelties of inputs; arguments as of :func:`.results`."""
     if posterior is None:
-        directions = normalize(outputs(None, inputs, argument, progress_bar))[0]
-        # A number that is the same for all says nothing.
-        return Embedded(directions, np.zeros(len(directions)), np.zeros(len(directions)))
+        return Embedded.alone(normalize(outputs(None, inputs, argument, progress_bar))[0])
+    model = encoder_of(posterior)
+    if isinstance(model, Headed) and not has_features(inputs):
+        inputs = model.inputs(outputs(model.encoder, inputs, argument, progress_bar))
     inputs, places = by_length(inputs, argument)
     parts = []
     with torch.no_grad():
         for batch in results(posterior, posterior.model, inputs, argument, AT_ONCE, progress_bar, "[predict]"):
-            numbers = (value.double().cpu().numpy() for value in (batch.uncertainty, batch.novelty))
-            parts.append(Embedded(normalize(batch.mu.float())[0], *numbers))
-    return Embedded.cat(parts)[places]
+            uncertainty, novelty = (value.double().cpu().numpy() for value in (batch.uncertainty, batch.novelty))
+            parts.append(Embedded(normalize(batch.mu.float())[0], uncertainty, novelty))
+    found = Embedded.cat(parts)[places]
+    if not isinstance(model, Headed):
+        return found
+    return replace(found, below=normalize(inputs[BELOW].to(found.directions))[0])
+
+
+def frozen(encoder: nn.Module | None, argument: str, inputs: Any, labels: Any, progress_bar: bool | None) -> Frozen:
+    """Return the outputs (N, F) of an encoder without a posterior, and the labels."""
+    return read(argument, inputs, labels, partial(outputs, encoder, argument=argument, progress_bar=progress_bar))
+
+
+def headed(
+    encoder: nn.Module | None, x: Frozen, held: Frozen, gallery: Frozen, progress_bar: bool | None
+) -> tuple[Headed, tuple[float, float]]:
+    """Train a head, and keep it unless the held-out queries find more right matches without it.
+
+    Args:
+        encoder: The encoder below the head; ``None`` if the inputs are embeddings.
+        x: Outputs of the encoder for the training inputs, and their labels.
+        held: The same of the held-out queries.
+        gallery: The same of the gallery.
+        progress_bar: As of :meth:`.Retriever.fit`.
+
+    Returns:
+        The encoder with the head, or with one that changes nothing; and the shares of right matches with and without.
+    """
+    model = with_head(encoder, x[0], coded((), x[1])[1], progress_bar)
+    labels, truth = coded((), held[1])
+    classes = coded(labels, gallery[1])[1]
+
+    def right(outputs: Callable[[Tensor], Tensor]) -> float:
+        with torch.no_grad():
+            queries, points = (normalize(outputs(raw).float())[0] for raw in (held[0], gallery[0]))
+        _, match = evidence(Embedded.alone(queries), points, classes)
+        return float((classes[match] == truth).double().mean())
+
+    shares = right(model.head), right(lambda raw: raw)
+    if shares[1] > shares[0]:
+        model = Headed(model.encoder, x[0].shape[1], layers=1).to(x[0].device).eval()
+    return model, shares
 
 
 def fitted_posterior(
-    encoder: Any, x: Any, y: Any, *, head: bool, progress_bar: bool | None
+    encoder: nn.Module, x: Any, y: Any, *, progress_bar: bool | None
 ) -> tuple[ContrastiveLaplace, tuple[Any, Any]]:
     """Fit a posterior of the last layer, and choose its prior.
 
     Args:
-        encoder: The encoder; ``None`` if the inputs are embeddings.
+        encoder: The encoder.
         x: Training inputs.
         y: Their labels.
-        head: Whether to train a head, whose last layer is then that of the posterior.
         progress_bar: As of :meth:`.Retriever.fit`.
 
     Returns:
         The posterior, and the inputs of its last layer with their labels.
     """
-    if head:
-        raw, names = read("x", x, y, partial(outputs, encoder, argument="x", progress_bar=progress_bar))
-        encoder = with_head(encoder, raw, coded((), names)[1], progress_bar)
-        with torch.no_grad():
-            inputs = feature_inputs(encoder.head[:-1](raw).cpu(), "head.2")
     posterior = ContrastiveLaplace(encoder)
-    if not head:
-        inputs, names = features(posterior, "x", x, y, progress_bar)
+    inputs, names = features(posterior, "x", x, y, progress_bar)
     # Whole numbers stay, for ``la.update``.
     whole = all(type(name) is int for name in names)
     classes = torch.tensor(names, device="cpu") if whole else coded((), names)[1]
@@ -102,6 +139,12 @@ def features(
     """Return features and labels if the posterior takes features, so the encoder runs once; else both unchanged."""
     if posterior is None or not posterior.on_last_layer:
         return inputs, labels
+    if has_features(inputs):
+        return inputs, labels
+    model = encoder_of(posterior)
+    if isinstance(model, Headed):
+        raw, names = frozen(model.encoder, argument, inputs, labels, progress_bar)
+        return model.inputs(raw), names
     run = partial(_last_layer_features, posterior, argument=argument, progress_bar=progress_bar)
     phi, names = read(argument, inputs, labels, run)
     return feature_inputs(phi, posterior.model.last_layer_name), names

@@ -42,11 +42,18 @@ class Embedded:
         directions: Unit vectors, float32, shape (N, D).
         uncertainty: In radians, shape (N,).
         novelty: Shape (N,).
+        below: Unit vectors of the frozen encoder below a head, shape (N, F); ``None`` without a head.
     """
 
     directions: Tensor
     uncertainty: NDArray[np.float64]
     novelty: NDArray[np.float64]
+    below: Tensor | None = None
+
+    @classmethod
+    def alone(cls, directions: Tensor) -> Self:
+        """Return inputs without a posterior: a number that is the same for all says nothing."""
+        return cls(directions, np.zeros(len(directions)), np.zeros(len(directions)))
 
     def __len__(self) -> int:
         return len(self.directions)
@@ -54,11 +61,14 @@ class Embedded:
     def __getitem__(self, rows: Any) -> Self:
         """Return some of the inputs: a slice, or an array of row numbers or booleans."""
         chosen = np.arange(len(self))[rows]
-        return type(self)(self.directions[torch.from_numpy(chosen)], self.uncertainty[chosen], self.novelty[chosen])
+        at = torch.from_numpy(chosen)
+        below = None if self.below is None else self.below[at]
+        return type(self)(self.directions[at], self.uncertainty[chosen], self.novelty[chosen], below)
 
     def to(self, device: torch.device) -> Self:
         """Return the inputs with directions on a device."""
-        return replace(self, directions=self.directions.to(device))
+        below = None if self.below is None else self.below.to(device)
+        return replace(self, directions=self.directions.to(device), below=below)
 
     def distinct(self, classes: Tensor) -> NDArray[np.int64]:
         """Return the places of inputs without repetitions: the first of those with one direction and class (N,)."""
@@ -78,7 +88,45 @@ class Embedded:
             torch.cat([part.directions for part in parts]),
             np.concatenate([part.uncertainty for part in parts]),
             np.concatenate([part.novelty for part in parts]),
+            joined([part.below for part in parts]),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """What a search says of N queries.
+
+    Attributes:
+        evidence: Numbers of :data:`COLUMNS`, shape (N, 6).
+        novelty: Shape (N,).
+        right: Whether the matches are right, as far as is known, shape (N,).
+        below: As ``evidence``, of the search of the frozen encoder's outputs below a head; ``None`` without a head.
+        same: Whether the match of that search has the class of the match, shape (N,); ``None`` without a head.
+    """
+
+    evidence: NDArray[np.float64]
+    novelty: NDArray[np.float64]
+    right: NDArray[np.bool_]
+    below: NDArray[np.float64] | None = None
+    same: NDArray[np.bool_] | None = None
+
+    def __len__(self) -> int:
+        return len(self.evidence)
+
+    def __getitem__(self, rows: Any) -> Searched:
+        """Return some of the queries: an array of row numbers or booleans."""
+        below, same = (None if part is None else part[rows] for part in (self.below, self.same))
+        return Searched(self.evidence[rows], self.novelty[rows], self.right[rows], below, same)
+
+    @property
+    def present(self) -> NDArray[np.float64]:
+        """Evidence that the gallery has the class: below a head, where no class has a place of its own."""
+        return self.evidence if self.below is None else self.below
+
+
+def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the rows of all parts, in order; ``None`` if there are none."""
+    return torch.cat([part for part in parts if part is not None]) if parts[0] is not None else None
 
 
 def evidence(

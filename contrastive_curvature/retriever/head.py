@@ -11,8 +11,13 @@ from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.losses.supcon import SupConLoss
 from contrastive_curvature.network.batches import by_length, results
 from contrastive_curvature.network.call import ModelCall
+from contrastive_curvature.network.given_features import feature_inputs
 from contrastive_curvature.network.inputs import move_inputs, tokenized
+from contrastive_curvature.network.threads import evaluation_mode
 from contrastive_curvature.progress import Progress
+
+BELOW = "contrastive_curvature.below"
+"""Key of the outputs (B, F) of the encoder below a head, in a batch of features."""
 
 AT_ONCE = 256
 """Inputs in a batch of data in memory."""
@@ -22,23 +27,35 @@ _BATCH, _PASSES, _LEAST, _RATE, _TEMPERATURE = 500, 10, 60, 2e-3, 0.1
 
 
 class Headed(nn.Module):
-    """A frozen encoder, and a head of two layers on its outputs.
+    """A frozen encoder, and a head on its outputs: two layers, or one that changes nothing.
 
     Args:
         encoder: Its outputs are (N, F).
         features: F.
+        layers: Two, or one, whose weights are the identity.
     """
 
-    def __init__(self, encoder: nn.Module, features: int) -> None:
+    def __init__(self, encoder: nn.Module, features: int, layers: int = 2) -> None:
         super().__init__()
         self.encoder, self.call = encoder, ModelCall()
         like: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
-        self.head = nn.Sequential(nn.Linear(features, _HIDDEN, **like), nn.ReLU(), nn.Linear(_HIDDEN, _DIM, **like))
+        if layers == 1:
+            same = nn.Linear(features, features, bias=False, **like)
+            nn.init.eye_(same.weight)
+            self.head = nn.Sequential(same)
+        else:
+            self.head = nn.Sequential(nn.Linear(features, _HIDDEN, **like), nn.ReLU(), nn.Linear(_HIDDEN, _DIM, **like))
 
     def forward(self, x: Any) -> Tensor:
-        """Return raw outputs, shape (N, 64)."""
+        """Return raw outputs, shape (N, 64), or (N, F) of a head that changes nothing."""
         raw: Tensor = self.head(self.call(self.encoder, x).detach().float())
         return raw
+
+    def inputs(self, outputs: Tensor) -> dict[str, Any]:
+        """Return the outputs (N, F) of the encoder as inputs of the head's last layer, with the outputs themselves."""
+        with torch.no_grad():
+            features = self.head[:-1](outputs.to(next(self.head.parameters()).device))
+        return {**feature_inputs(features.cpu(), f"head.{len(self.head) - 1}"), BELOW: outputs}
 
 
 def outputs(encoder: nn.Module | None, inputs: Any, argument: str, progress_bar: bool | None = None) -> Tensor:
@@ -65,7 +82,7 @@ def outputs(encoder: nn.Module | None, inputs: Any, argument: str, progress_bar:
         return x
 
     inputs, places = by_length(inputs, argument)
-    with torch.no_grad():
+    with torch.no_grad(), evaluation_mode(encoder or nn.Identity()):
         parts = list(results(run, encoder, inputs, argument, AT_ONCE, progress_bar, "[encode]"))
     return torch.cat(parts)[places]
 

@@ -14,7 +14,7 @@ from contrastive_curvature.decisions.fitted import percent
 from contrastive_curvature.decisions.retrieval import RetrievalThreshold
 from contrastive_curvature.embedding.known import points_needed
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.retriever.evidence import COLUMNS, FLOOR
+from contrastive_curvature.retriever.evidence import COLUMNS, FLOOR, Searched
 
 _Numbers = NDArray[np.float64]
 
@@ -100,20 +100,6 @@ class Rates(NamedTuple):
         return RetrievalThreshold(self.wrong_answers, confidence_level=self.confidence_level)  # type: ignore[arg-type]
 
 
-class Labelled(NamedTuple):
-    """Evidence of N labelled queries, and whether their matches are right.
-
-    Attributes:
-        evidence: Shape (N, 6).
-        right: Shape (N,).
-        novelty: Shape (N,).
-    """
-
-    evidence: _Numbers
-    right: NDArray[np.bool_]
-    novelty: _Numbers
-
-
 @dataclass(frozen=True, eq=False)
 class Rule:
     """The limits of a fitted retriever: they decide whether a query is answered.
@@ -146,17 +132,22 @@ class Rule:
         """Return the shares (N,) of the held-out queries that are at least as novel, the query itself counted in."""
         return _p_value(self.novelties, novelty)
 
-    def decision(self, evidence: _Numbers, novelty: _Numbers) -> NDArray[np.str_]:
+    def decision(self, found: Searched) -> NDArray[np.str_]:
         """Return ``"answer"``, ``"unsure"`` or ``"unknown"``, shape (N,)."""
-        sure = (self.right(evidence) <= self.limit) & (self.present(evidence) <= self.present_limit)
+        has_class = _within(self.present(found.present), self.present_limit, found)
+        sure = (self.right(found.evidence) <= self.limit) & has_class
         answered = np.where(sure, "answer", "unsure")
         if self.false_alarms is None:
             return answered
-        return np.where(self.p_value(novelty) <= self.false_alarms, "unknown", answered)
+        return np.where(self.p_value(found.novelty) <= self.false_alarms, "unknown", answered)
 
 
 def certified(
-    rates: Rates, held: Labelled, absent: _Numbers, feedback: Labelled | None = None, ceiling: float = math.inf
+    rates: Rates,
+    held: Searched,
+    absent: Searched,
+    feedback: Searched | None = None,
+    ceiling: float = math.inf,
 ) -> Rule:
     """Fit two scores to held-out queries, and find the largest limits that keep all rates.
 
@@ -169,23 +160,15 @@ def certified(
 
     Args:
         rates: Rates that the limits must keep.
-        held: N held-out queries, drawn like future queries.
-        absent: Evidence of the held-out queries without their class in the gallery, shape (N, 6).
+        held: N held-out queries with labels, drawn like future queries.
+        absent: The held-out queries without their class in the gallery, where no match is right.
         feedback: Labelled queries that were answered. They come from the queries that a limit accepts, so they can show
             that the limit is too high, but not that a higher limit would do.
         ceiling: Largest limit of ``right`` under which the feedback was answered, for the same score.
     """
-    n = len(held.right)
-    right, present = (Regression.fitted(held.evidence, held.right, absent, *how) for how in (RIGHT, PRESENT))
-    score, near, lacking = np.empty(n), np.empty(n), np.empty(n)
-    # At random, because the queries may be sorted by class or by day.
-    fold = np.random.default_rng(0).permutation(n) % min(_FOLDS, n)
-    for k in range(min(_FOLDS, n)):
-        inside, others = fold == k, fold != k
-        rest = held.evidence[others], held.right[others], absent[others]
-        score[inside] = Regression.fitted(*rest, *RIGHT)(held.evidence[inside])
-        one = Regression.fitted(*rest, *PRESENT)
-        near[inside], lacking[inside] = one(held.evidence[inside]), one(absent[inside])
+    n, is_right = len(held), held.right
+    right, score, _ = _crossfitted(held.evidence, is_right, absent.evidence, RIGHT)
+    present, near, lacking = _crossfitted(held.present, is_right, absent.present, PRESENT)
     novelties, reasons = np.sort(held.novelty), {}
     known = np.full(n, True)
     if rates.false_alarms is not None:
@@ -198,15 +181,16 @@ def certified(
         present_limit = float(np.sort(np.where(known, lacking, np.inf))[k - 1]) if k else -math.inf
         if not k:
             reasons["false_matches"] = f"nothing is answered: {_needs(rates.false_matches, n)}"
-    left = known & (near <= present_limit)
+    has_class = _within(near, present_limit, held)
+    left = known & has_class
     if rates.wrong_answers is not None and present_limit > -math.inf:
         threshold = rates.threshold()
-        scores, correct = score[left], held.right[left]
+        scores, correct = score[left], is_right[left]
         try:
             limit = threshold.fit(scores, correct).threshold
             if feedback is not None:
                 limit = min(limit, ceiling)
-                answered = present(feedback.evidence) <= present_limit
+                answered = _within(present(feedback.present), present_limit, feedback)
                 scores = np.append(scores, right(feedback.evidence[answered]))
                 correct = np.append(correct, feedback.right[answered])
                 limit = threshold.fit(scores[scores <= limit], correct[scores <= limit]).threshold
@@ -216,7 +200,7 @@ def certified(
             found = f"{(~correct).sum():,} of the {len(correct):,} that the other rates let be answered are wrong"
             times = _times(threshold, scores, correct)
             hint = "It takes a larger rate, or a better encoder"
-            if not held.right.any():
+            if not is_right.any():
                 hint = (
                     "No match has the label of its query: does the gallery name or number its classes in the same way?"
                 )
@@ -225,11 +209,34 @@ def certified(
             elif len(correct) < (least := threshold.least()):
                 hint = f"Even if no answer is wrong, it takes {least:,} of them, or a larger rate"
             reasons["wrong_answers"] = f"nothing is answered: of {n:,} held-out queries, {found}. {hint}"
-    sides = {"wrong_answers": score > limit, "false_matches": near > present_limit, "false_alarms": ~known}
+    sides = {"wrong_answers": score > limit, "false_matches": ~has_class, "false_alarms": ~known}
     kept_back = {name: float(side.mean()) for name, side in sides.items()}
     share = float((left & (score <= limit)).mean())
     same = float((held.evidence[:, 0] < _SAME).mean())
     return Rule(right, limit, present, present_limit, novelties, rates.false_alarms, share, kept_back, reasons, same)
+
+
+def _crossfitted(
+    held: _Numbers, right: NDArray[np.bool_], absent: _Numbers, how: tuple[float, _Numbers]
+) -> tuple[Regression, _Numbers, _Numbers]:
+    """Return a regression, and the scores (N,) of held-out queries, with and without their class, from other folds."""
+    n = len(held)
+    near, lacking = np.empty(n), np.empty(n)
+    # At random, because the queries may be sorted by class or by day.
+    fold = np.random.default_rng(0).permutation(n) % min(_FOLDS, n)
+    for k in range(min(_FOLDS, n)):
+        inside, others = fold == k, fold != k
+        one = Regression.fitted(held[others], right[others], absent[others], *how)
+        near[inside], lacking[inside] = one(held[inside]), one(absent[inside])
+    return Regression.fitted(held, right, absent, *how), near, lacking
+
+
+def _within(present: _Numbers, limit: float, found: Searched) -> NDArray[np.bool_]:
+    """Return whether queries may be answered for all that is known of ``false_matches``, shape (N,).
+
+    Below a head, the match must also have the class of the match that is answered.
+    """
+    return present <= limit if found.same is None else (present <= limit) & found.same
 
 
 def _p_value(novelties: _Numbers, novelty: _Numbers) -> _Numbers:

@@ -73,7 +73,8 @@ def load(folder: Path | str, encoder: Any, **options: Any) -> RetrieverState:
             raise InputError("encoder", "None, as this retriever is of embeddings", f"a {type(encoder).__name__}")
         return state
     if (head := unpacked(header.head, tensors)) is not None:
-        encoder = Headed(torch.nn.Identity() if encoder is None else encoder, head["0.weight"].shape[1])
+        layers = sum(name.endswith("weight") for name in head)
+        encoder = Headed(torch.nn.Identity() if encoder is None else encoder, head["0.weight"].shape[1], layers)
         encoder.head.load_state_dict(head)
         encoder.to(next(encoder.parameters()).device).eval()
     la = from_header(header.posterior, tensors, encoder, **options)

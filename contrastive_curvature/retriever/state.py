@@ -21,9 +21,9 @@ from contrastive_curvature import validate
 from contrastive_curvature.codec import NOT_SAVED
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.retriever.answers import Answers, as_array
-from contrastive_curvature.retriever.evidence import Embedded, evidence
+from contrastive_curvature.retriever.evidence import Embedded, Searched, evidence, joined
 from contrastive_curvature.retriever.index import Index, nearest
-from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
+from contrastive_curvature.retriever.rule import Rates, Rule, certified
 
 if TYPE_CHECKING:
     from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -42,12 +42,14 @@ class Gallery(NamedTuple):
         classes: Numbers of their labels, int64, shape (M,).
         identifiers: int64, ascending, shape (M,).
         next_identifier: Identifier of the next point that is added: no identifier is given twice.
+        below: Unit vectors of the frozen encoder below a head, shape (M, F); ``None`` without a head.
     """
 
     directions: Tensor
     classes: Tensor
     identifiers: NDArray[np.int64]
     next_identifier: int
+    below: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +101,7 @@ class RetrieverState:
         rows = held.distinct(truth)
         if len(rows) < 2:
             raise InputError("held_out", "at least two queries", f"{len(rows)}")
-        gallery = Gallery(points.directions, classes, np.arange(len(points)), len(points))
+        gallery = Gallery(points.directions, classes, np.arange(len(points)), len(points), points.below)
         no_rule: Any = None
         new = cls(rates, labels, gallery, held[rows], truth[rows], None, math.inf, no_rule, posterior)
         return new._certified(index)
@@ -113,6 +115,7 @@ class RetrieverState:
             torch.cat([now.classes, classes]),
             np.concatenate([now.identifiers, np.arange(now.next_identifier, following)]),
             following,
+            joined([now.below, points.below]),
         )
         return self._certified(index, labels=labels, gallery=gallery)
 
@@ -129,8 +132,9 @@ class RetrieverState:
         if not keep.any():
             raise InputError("identifiers", "some of the points", "all", "Fit again, with another gallery.")
         rows = torch.from_numpy(keep)
-        directions = now.directions[rows.to(now.directions.device)]
-        gallery = Gallery(directions, now.classes[rows], now.identifiers[keep], now.next_identifier)
+        at = rows.to(now.directions.device)
+        below = None if now.below is None else now.below[at]
+        gallery = Gallery(now.directions[at], now.classes[rows], now.identifiers[keep], now.next_identifier, below)
         return self._certified(index, gallery=gallery)
 
     def learned(
@@ -143,8 +147,7 @@ class RetrieverState:
             held, truth = Embedded.cat([self.held, queries]), torch.cat([self.truth, truth])
             rows = held.distinct(truth)
             return self._certified(index, labels=labels, held=held[rows], truth=truth[rows])
-        columns, _, novelty = self.searched(queries, index)
-        kept = np.flatnonzero(self.rule.decision(columns, novelty) == "answer")
+        kept = np.flatnonzero(self.rule.decision(self.searched(queries, index)[0]) == "answer")
         if not len(kept):
             return self
         queries, truth = queries[kept], truth[kept]
@@ -155,29 +158,38 @@ class RetrieverState:
 
     def answers(self, queries: Embedded, index: Index | None) -> Answers:
         """Answer queries."""
-        columns, match, novelty = self.searched(queries, index)
+        found, match = self.searched(queries, index)
         return Answers(
-            self.rule.decision(columns, novelty),
+            self.rule.decision(found),
             as_array([self.labels[code] for code in self.gallery.classes[match].tolist()]),
             self.gallery.identifiers[match],
-            np.exp(-np.logaddexp(0, self.rule.right(columns))),
-            self.rule.p_value(novelty),
+            np.exp(-np.logaddexp(0, self.rule.right(found.evidence))),
+            self.rule.p_value(found.novelty),
         )
 
     def searched(
         self, queries: Embedded, index: Index | None, without: Tensor | None = None
-    ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
-        """Return evidence and matches, as :func:`.evidence`, and novelties (N,)."""
+    ) -> tuple[Searched, NDArray[np.int64]]:
+        """Search, with one class a query taken out of the gallery (:func:`.evidence`), and return the matches too."""
         now = self.gallery
         search = None if index is None else partial(nearest, index, now.directions, now.identifiers)
         columns, match = evidence(queries, now.directions, now.classes, without, search)
-        return columns, match, np.exp(columns[:, 1]) if self.posterior is None else queries.novelty
+        novelty = np.exp(columns[:, 1]) if self.posterior is None else queries.novelty
+        unknown = np.full(len(match), False)
+        if now.below is None or queries.below is None or self.rates.false_matches is None:
+            return Searched(columns, novelty, unknown), match
+        # The index of the user holds no outputs below the head: these are searched one by one.
+        below, nearest_below = evidence(Embedded.alone(queries.below), now.below, now.classes, without)
+        same = (now.classes[nearest_below] == now.classes[match]).numpy()
+        return Searched(columns, novelty, unknown, below, same), match
 
-    def compared(self, queries: Embedded, truth: Tensor, index: Index | None) -> tuple[Labelled, NDArray[np.float64]]:
-        """Return the evidence of queries with labels, in the gallery, and in the gallery without their class."""
-        columns, match, novelty = self.searched(queries, index)
+    def compared(self, queries: Embedded, truth: Tensor, index: Index | None) -> tuple[Searched, Searched]:
+        """Search with labelled queries in the gallery, and in the gallery without their class."""
+        found, match = self.searched(queries, index)
         right = (self.gallery.classes[match] == truth).numpy()
-        return Labelled(columns, right, novelty), self.searched(queries, index, truth)[0]
+        absent = self.searched(queries, index, truth)[0]
+        # A query without its class is as novel as with it.
+        return replace(found, right=right), replace(absent, novelty=found.novelty)
 
     @property
     def uncovered(self) -> list[Hashable]:
@@ -188,7 +200,8 @@ class RetrieverState:
     def to(self, device: torch.device) -> RetrieverState:
         """Return the state with all directions on a device."""
         points, held, feedback = self.gallery, self.held.to(device), self.feedback
-        gallery = points._replace(directions=points.directions.to(device))
+        below = None if points.below is None else points.below.to(device)
+        gallery = points._replace(directions=points.directions.to(device), below=below)
         fed = None if feedback is None else (feedback[0].to(device), feedback[1])
         return replace(self, gallery=gallery, held=held, feedback=fed)
 

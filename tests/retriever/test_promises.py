@@ -1,6 +1,7 @@
 """The stated rates of ``cc.Retriever``, over many draws of held-out queries; and what its parts compute."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from scipy.stats import binom
 from sklearn.linear_model import LogisticRegression
 
-from benchmarks.promises import CASES, World, answered, rows, simulated
+from benchmarks.promises import CASES, World, answered, simulated
 from contrastive_curvature.decisions.retrieval import RetrievalThreshold
 from contrastive_curvature.retriever.evidence import COLUMNS, evidence
 from contrastive_curvature.retriever.rule import PRESENT, RIGHT, Rates, Regression, certified
@@ -42,9 +43,9 @@ def test_a_gallery_grown_tenfold_keeps_its_false_matches_with_new_limits_alone()
         own = world._replace(gallery=world.gallery[:classes], classes=world.classes[:classes])
         every, absent = own.searched()
         asked = Rates(None, 0.05, None, 0.9)
-        rule = certified(asked, rows(every, held.numpy()), absent[:1500])
+        rule = certified(asked, every[held.numpy()], absent[:1500])
         for kept, limits in ((old, old[0][0] if old else rule), (new, rule)):
-            kept.append((limits, answered(limits, absent[1500:], every.novelty[1500:]).mean()))
+            kept.append((limits, answered(limits, absent[1500:]).mean()))
     assert old[1][1] > 0.15  # 0.05 was asked
     # The standard error of both halves is 0.008.
     assert abs(new[1][1] - 0.05) < 0.032
@@ -58,24 +59,24 @@ def test_feedback_on_answered_queries_only_lowers_a_limit() -> None:
     broken: dict[str, list[bool]] = {"naive": [], "fed": []}
     for _ in range(20):
         drawn, others = np.split(rng.permutation(len(every.right)), [300])
-        held = rows(every, drawn)
+        held = every[drawn]
         first = certified(asked, held, absent[drawn])
-        found = others[answered(first, every.evidence[others], every.novelty[others])]
-        fed, unseen = found[:1000], rows(every, others)
+        found = others[answered(first, every[others])]
+        fed, unseen = found[:1000], every[others]
         both = np.concatenate([drawn, fed])
         rules = {
             # As if they were drawn as the held-out ones: wrong answers seem rarer than they are.
-            "naive": certified(asked, rows(every, both), absent[both]),
-            "fed": certified(asked, held, absent[drawn], rows(every, fed), first.limit),
+            "naive": certified(asked, every[both], absent[both]),
+            "fed": certified(asked, held, absent[drawn], every[fed], first.limit),
         }
         assert rules["fed"].limit <= first.limit
         for name, rule in rules.items():
-            now = answered(rule, unseen.evidence, unseen.novelty)
+            now = answered(rule, unseen)
             broken[name].append(bool(now.any() and (~unseen.right[now]).mean() > asked.wrong_answers))
     assert not above(broken["fed"], 0.1)
     assert np.mean(broken["naive"]) > 0.6
     # Bad news is heard: of so many answers, half were wrong.
-    wrong = rows(every, fed)._replace(right=np.arange(1000) % 2 == 0)
+    wrong = replace(every[fed], right=np.arange(1000) % 2 == 0)
     assert certified(asked, held, absent[drawn], wrong, first.limit).answered < first.answered / 2
 
 
@@ -86,11 +87,11 @@ def test_as_many_held_out_queries_as_are_said_to_be_needed_mostly_suffice() -> N
     needed, enough = [], []
     for _ in range(40):
         order = rng.permutation(len(every.right))
-        reasons = certified(asked, rows(every, order[:60]), absent[order[:60]]).reasons
+        reasons = certified(asked, every[order[:60]], absent[order[:60]]).reasons
         if found := re.search("It takes about ([0-9,]+) held-out queries", reasons.get("wrong_answers", "")):
             needed.append(int(found[1].replace(",", "")))
             more = order[60 : 60 + needed[-1]]
-            enough.append(certified(asked, rows(every, more), absent[more]).answered > 0)
+            enough.append(certified(asked, every[more], absent[more]).answered > 0)
     assert len(needed) > 10
     assert np.mean(enough) > 0.5
     assert np.median(needed) < 1000  # and not by asking for too many
@@ -104,11 +105,11 @@ def test_limits_are_those_of_scores_from_other_folds() -> None:
     for k in range(5):
         others = fold != k
         right, present = (
-            Regression.fitted(every.evidence[others], every.right[others], absent[others], *how)
+            Regression.fitted(every.evidence[others], every.right[others], absent.evidence[others], *how)
             for how in (RIGHT, PRESENT)
         )
         score[~others], near[~others] = right(every.evidence[~others]), present(every.evidence[~others])
-        lacking[~others] = present(absent[~others])
+        lacking[~others] = present(absent.evidence[~others])
     alone = certified(Rates(0.2, None, None, 0.9), every, absent)
     assert alone.limit == RetrievalThreshold(0.2).fit(score, every.right).threshold
     assert alone.answered == (score <= alone.limit).mean()
@@ -169,8 +170,8 @@ def test_weights_are_those_of_scikit_learn_where_no_sign_binds() -> None:
 
 def test_confidence_is_calibrated_with_one_absent_class_in_eleven() -> None:
     every, absent = World.of(20, 8, 10).searched()
-    rule = certified(Rates(None, None, None, 0.9), rows(every, np.arange(1000)), absent[:1000])
-    new = np.vstack([every.evidence[1000:], absent[1000:1500]])  # one in eleven
+    rule = certified(Rates(None, None, None, 0.9), every[np.arange(1000)], absent[:1000])
+    new = np.vstack([every.evidence[1000:], absent.evidence[1000:1500]])  # one in eleven
     right = np.append(every.right[1000:], np.zeros(500))
     sure = 1 / (1 + np.exp(rule.right(new)))
     bins = np.minimum((sure * 10).astype(int), 9)
