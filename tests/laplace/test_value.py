@@ -49,8 +49,14 @@ class Interruption(BaseException):
     pass
 
 
-def places(step: Callable[[], object], stop: tuple[str, int] | None = None) -> set[tuple[str, int]]:
-    """Run a step, and return the lines of the package that it runs; with ``stop``, interrupt it at this line."""
+def interrupt() -> None:
+    raise Interruption
+
+
+def places(
+    step: Callable[[], object], stop: tuple[str, int] | None = None, there: Callable[[], object] = interrupt
+) -> set[tuple[str, int]]:
+    """Run a step, and return the lines of the package that it runs; call ``there`` at the first run of ``stop``."""
     seen: set[tuple[str, int]] = set()
 
     def trace(frame: Any, event: str, _: object) -> Any:
@@ -61,7 +67,7 @@ def places(step: Callable[[], object], stop: tuple[str, int] | None = None) -> s
             seen.add(place)
             if place == stop:
                 sys.settrace(None)
-                raise Interruption
+                there()
         return trace
 
     before = sys.gettrace()
@@ -134,3 +140,31 @@ def test_a_warning_that_is_an_error_changes_nothing(weights: str) -> None:
     with pytest.raises(cc.LabelWarning):
         la.fit([(x, y - 1)])
     assert la.posterior is before
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_change_at_any_line_of_a_prediction_gives_the_old_one_or_the_new_one(weights: str) -> None:
+    la, x = fitted(weights), data(3, 5)[0][0]
+    old = la.posterior
+    la.prior_precision, la.temperature = 7.0, 2.0
+    la.calibrate(data(12, 1))
+    new = la.posterior
+
+    def numbers() -> torch.Tensor:
+        out = la(x)
+        return torch.stack([out.uncertainty, out.novelty, out.p_value])
+
+    def change() -> None:
+        la.posterior = new
+
+    truths = []
+    for la.posterior in (old, new):
+        truths.append(numbers())
+    assert not torch.equal(*truths)
+    la.posterior = old
+    every = places(numbers)
+    assert len(every) > 100
+    for place in sorted(every):
+        la.posterior, found = old, []
+        places(lambda found=found: found.append(numbers()), place, change)
+        assert any(torch.equal(found[0], truth) for truth in truths), place
