@@ -314,6 +314,8 @@ MUTANTS = [
     M("an index is not asked for more", "ten others, of two classes", "retriever/evidence.py",
       "k = min(2 * k, m)", "break",
       "retriever/test_retriever.py::test_an_exact_index_gives_the_answers_of_the_search_of_all"),
+    M("an unknown query counts among false matches", "unknown queries are not answered anyway", "retriever/rule.py",
+      "np.sort(np.where(known, lacking, np.inf))", "np.sort(lacking)", "retriever/test_promises.py"),
     M("an index is believed", "|d - (1 - cosine to the stored point)| <= 0.003 + 0.1 d", "retriever/index.py",
       "<= _NEAR + _SHARE * np.abs(true)", "<= np.inf", "retriever/test_index.py"),
     M("a repeated query counts each time", "the binomial test counts distinct queries", "retriever/evidence.py",

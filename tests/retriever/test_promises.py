@@ -118,6 +118,10 @@ def test_limits_are_those_of_scores_from_other_folds() -> None:
     left = near <= both.present_limit
     assert both.limit == RetrievalThreshold(0.2).fit(score[left], every.right[left]).threshold
     assert both.answered == (left & (score <= both.limit)).mean() < alone.answered
+    # A query that is called unknown is not answered anyway.
+    alarmed = certified(Rates(None, 0.1, 0.3, 0.9), every, absent)
+    known = alarmed.p_value(every.novelty) > 0.3
+    assert alarmed.present_limit == np.sort(np.where(known, lacking, np.inf))[40 - 1] != both.present_limit
 
 
 @pytest.mark.parametrize("without", [False, True])
