@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+")
     parser.add_argument("options", nargs="*", help="further options of benchmarks.experiments")
     given = parser.parse_args(argv)
-    common = ["--table", "2", "--data", "fashionmnist", "--device", given.device, "--data-root", given.data_root]
-    common += ["--out", str(given.work), "--quiet", "--threads", "1", *given.options]
+    common = ["--table", "2", "--data", "fashionmnist", "--protocol", "paper", "--data-root", given.data_root]
+    common += ["--device", given.device, "--out", str(given.work), "--quiet", "--threads", "1", *given.options]
     rows = table_rows("2", given.methods)
     whole = [*common, "--seeds", *given.seeds, "--methods", *(row.key for row in rows)]
     config = parse(whole)

@@ -59,6 +59,24 @@ def test_every_row_of_table_2_runs(device, tmp_path, undrawn, monkeypatch):
     assert "paper" not in text.split("## Notes")[0]  # the paper has no digits
 
 
+def test_a_run_goes_on_from_the_saved_training(tmp_path, undrawn, monkeypatch):
+    options = ["--table", "2", *TINY, "--out", str(tmp_path), "--methods", "laplace_posthoc", "laplace_online"]
+    assert run.main(options) == 0
+    first = {cell["row"]: cell["figures"] for cell in results_of(tmp_path)["cells"]}
+    for name in ("laplace_posthoc", "laplace_online"):
+        (tmp_path / "seed0" / f"{name}.json").unlink()
+
+    def refuse(setting, *more):
+        assert setting.epochs == 0
+        return training.train(setting, *more)
+
+    monkeypatch.setattr(run, "train", refuse)
+    assert run.main([*options, "laplace_online_diag"]) == 0
+    again = {cell["row"]: cell["figures"] for cell in results_of(tmp_path)["cells"]}
+    assert again.keys() - first.keys() == {"laplace_online_diag"}
+    assert {name: again[name] for name in first} == first
+
+
 def test_the_demonstration(tmp_path, monkeypatch):
     options = ["--table", "demo", *TINY, "--out", str(tmp_path)]
     with monkeypatch.context() as patch:
