@@ -62,7 +62,8 @@ def test_laplace_approx_of_torch_uncertainty() -> None:
             found = approx(x)
             torch.manual_seed(1)
             assert isinstance(found, cc.EmbeddingDistribution)
-            assert equal(found, la(x, pred_type=kind))
+            # The number that it passes; in closed form on the last layer, of sampled networks on all weights.
+            assert equal(found, la(x, pred_type=kind, n_samples=100))
             assert torch.equal(found.mu, la(x).mu) is (kind == "glm")
 
 
