@@ -5,6 +5,7 @@ PY := $(VENV)/bin/python
 DEMO := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed
 OLDEST := .venv-oldest
+FRONTENDS := .venv-frontends
 ARGS ?=
 BENCH ?= curvature
 # Every script with a command line of its own, and the experiments.
@@ -15,10 +16,10 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick mutants test-device test-oldest lint typecheck docs docs-serve bench tables gpu dist clean
+.PHONY: help demo test quick mutants test-device test-oldest test-frontends lint typecheck docs docs-serve bench tables gpu dist clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 	@echo "benchmarks: $(BENCHES)"
 
 demo: $(DEMO) ## the demonstration on digits: decisions, then every score; options of the second go into ARGS="..." (ARGS=--help lists them)
@@ -52,6 +53,15 @@ test-oldest: $(OLDEST)/.installed ## the same tests with the oldest versions tha
 # needs a later torch. Their tests are left out or skipped, as are those of the benchmarks, which are no part of the package.
 OLDEST_EXTRAS := benchmarks,faiss,miners,parquet,test
 OLDEST_WITHOUT := $(addprefix --ignore=tests/,docs benchmarks jobs/test_on_ray.py)
+
+test-frontends: $(STAMP) $(FRONTENDS)/.installed ## tools that wrap laplace-torch, their newest releases, around our encoder
+	PYTHONPATH=$(FRONTENDS):. $(ONE_THREAD) $(PY) -W ignore -m pytest -q -rs -W ignore tests/laplace/test_frontends.py $(ARGS)
+
+# Their requirements conflict with ours and with each other's (curvlinops, scikit-learn, Python), so they lie before the packages
+# of .venv, with what they import at the top of their modules, and no further requirement of theirs is installed.
+OF_FRONTENDS := torch-uncertainty lightning-uq-box
+WHAT_THEY_IMPORT := einx ema-pytorch frozendict gpytorch h5py kornia kornia-rs loguru omegaconf segmentation-models-pytorch \
+  torch-einops-utils uncertainty-toolbox vector-quantize-pytorch
 
 lint: $(STAMP) ## ruff: rules and formatting
 	$(PY) -m ruff check
@@ -119,4 +129,10 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@echo "setting up $(OLDEST): 6 GB and about five minutes the first time"
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-oldest.txt -e ".[$(OLDEST_EXTRAS)]"
+	@touch $@
+
+$(FRONTENDS)/.installed: Makefile
+	@echo "setting up $(FRONTENDS): 50 MB before the packages of $(VENV)"
+	$(PY) -m pip install -qq --disable-pip-version-check --no-deps --ignore-requires-python --upgrade \
+	  --target $(FRONTENDS) $(OF_FRONTENDS) $(WHAT_THEY_IMPORT)
 	@touch $@

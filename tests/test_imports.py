@@ -127,7 +127,7 @@ HOST = {
 }
 """What is taken from laplace-torch, and where: all but its own function in one folder."""
 
-INHERITED = {"_H_factor", "_device", "_gridsearch", "log_det_prior_precision", "log_marginal_likelihood", "predictive"}
+INHERITED = {"_H_factor", "_device", "_gridsearch", "log_det_prior_precision", "predictive"}
 """What a posterior has from laplace-torch and does not define itself, without what only its own prediction calls."""
 
 

@@ -1077,6 +1077,24 @@ class ContrastiveLaplace(ParametricLaplace):
         """Minus the loss, divided by the temperature."""
         return -self.posterior.fitted.with_graph.loss / self.temperature
 
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | None = None, sigma_noise: float | Tensor | None = None
+    ) -> Tensor:
+        """Return the log marginal likelihood, which can be differentiated with respect to the prior precision.
+
+        Args:
+            prior_precision: Replaces the present prior precision; ``None`` keeps it.
+            sigma_noise: 1, which tools for regressions pass; embeddings have no observation noise.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: The prior precision is malformed.
+            UnsupportedError: ``sigma_noise`` is not 1.
+        """
+        if sigma_noise is not None:
+            self.sigma_noise = sigma_noise
+        return super().log_marginal_likelihood(prior_precision)
+
     @property
     def scatter(self) -> Tensor:
         """Squared distance of the weights to the prior mean, weighted with the prior precision."""

@@ -69,6 +69,10 @@ def test_log_marginal_likelihood_by_hand(weights: str, structure: str, device: s
     scatter = PRIOR * mean.square().sum().item()
     expected = -loss / TEMPERATURE - (ratio + scatter) / 2
     assert float(la.log_marginal_likelihood()) == pytest.approx(expected, rel=1e-10)
+    assert torch.equal(la.log_marginal_likelihood(sigma_noise=torch.ones(1)), la.log_marginal_likelihood())
+    with pytest.raises(cc.UnsupportedError, match="sigma_noise"):
+        la.log_marginal_likelihood(2 * la.prior_precision, 2.0)
+    assert la.prior_precision == PRIOR
 
 
 @for_every_combination
