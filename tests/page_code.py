@@ -5,15 +5,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_blocks"]
+__all__ = ["run_blocks", "sections"]
+
+Blocks = list[tuple[int, str]]
 
 # The comments on the lines after a call of print: what it prints, or the beginning of it before " ...".
 _SAID = re.compile(r"^ *print\(.*\n((?: *# .*(?:\n|$))+)", re.MULTILINE)
 
 
-def run_blocks(page: Path, blocks: Iterable[tuple[int, str]], capsys: Any) -> None:
-    """Run blocks, each with the number of lines above it, in one namespace."""
-    namespace = {"__name__": "__main__"}
+def sections(page: Path) -> dict[str, Blocks]:
+    """Return the ``python`` blocks with the number of lines above each, by section; "" is the beginning."""
+    text, found = page.read_text(encoding="utf-8"), dict[str, Blocks]()
+    title = ""
+    for match in re.finditer(r"^## ([^\n]*)|^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        title = match[1] or title
+        if match[2]:
+            found.setdefault(title, []).append((text.count("\n", 0, match.start(2)), match[2]))
+    return found
+
+
+def run_blocks(page: Path, blocks: Iterable[tuple[int, str]], capsys: Any, names: dict[str, Any] | None = None) -> None:
+    """Run blocks, each with the number of lines above it, in one namespace, that of earlier blocks if ``names`` is."""
+    namespace = {} if names is None else names
+    namespace["__name__"] = "__main__"
     for lines_above, code in blocks:
         # the empty lines make a traceback show the page's own line numbers
         exec(compile("\n" * lines_above + code, str(page), "exec"), namespace)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from page_code import run_blocks
+from page_code import run_blocks, sections
 
 PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "recipes").glob("*.md"))
 
@@ -17,20 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-Blocks = list[tuple[int, str]]
-
-
-def sections(page: Path) -> dict[str, Blocks]:
-    """Return the ``python`` blocks with the number of lines above each, by section; "" is the beginning."""
-    text, found = page.read_text(encoding="utf-8"), dict[str, Blocks]()
-    title = ""
-    for match in re.finditer(r"^## ([^\n]*)|^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        title = match[1] or title
-        if match[2]:
-            found.setdefault(title, []).append((text.count("\n", 0, match.start(2)), match[2]))
-    return found
-
 
 RECIPES = [(page, title) for page in PAGES for title in sections(page) if title]
 
