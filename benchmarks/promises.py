@@ -53,7 +53,8 @@ class World(NamedTuple):
         if digits is not None:
             columns, absent, novelty = (values.round(digits) for values in (columns, absent, novelty))
         right = (self.classes[match] == self.truth).numpy()
-        return Searched(columns, novelty, right), Searched(absent, novelty, right & False)
+        of = self.truth.numpy()
+        return Searched(columns, novelty, right, of), Searched(absent, novelty, right & False, of)
 
 
 def answered(rule: Rule, found: Searched) -> NDArray[np.bool_]:

@@ -67,8 +67,9 @@ def asked(content: FeatureFile) -> Asked:
 
     def searched(queries: Embedded, without: torch.Tensor | None = None) -> Searched:
         columns, match = evidence(queries, points.directions, classes, without)
-        right = classes[match] == truth if without is None and queries is known else torch.zeros(len(match)) > 0
-        return Searched(columns, queries.novelty, right.numpy())
+        of = truth if queries is known else torch.full((len(match),), -1)
+        right = (classes[match] == of) & (without is None)
+        return Searched(columns, queries.novelty, right.numpy(), of.numpy())
 
     kinds = {kind: searched(embedded(la, values, kind, False)) for kind, values in content.unknown.items()}
     return Asked(searched(known), searched(known, truth), kinds)

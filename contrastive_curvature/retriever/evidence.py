@@ -99,7 +99,8 @@ class Searched:
     Attributes:
         evidence: Numbers of :data:`COLUMNS`, shape (N, 6).
         novelty: Shape (N,).
-        right: Whether the matches are right, as far as is known, shape (N,).
+        right: Whether the matches are right, shape (N,); false where that is not known.
+        classes: Numbers of the queries' classes, int64, shape (N,); -1 where they are not known.
         below: As ``evidence``, of the search of the frozen encoder's outputs below a head; ``None`` without a head.
         same: Whether the match of that search has the class of the match, shape (N,); ``None`` without a head.
     """
@@ -107,6 +108,7 @@ class Searched:
     evidence: NDArray[np.float64]
     novelty: NDArray[np.float64]
     right: NDArray[np.bool_]
+    classes: NDArray[np.int64]
     below: NDArray[np.float64] | None = None
     same: NDArray[np.bool_] | None = None
 
@@ -116,7 +118,7 @@ class Searched:
     def __getitem__(self, rows: Any) -> Searched:
         """Return some of the queries: an array of row numbers or booleans."""
         below, same = (None if part is None else part[rows] for part in (self.below, self.same))
-        return Searched(self.evidence[rows], self.novelty[rows], self.right[rows], below, same)
+        return Searched(self.evidence[rows], self.novelty[rows], self.right[rows], self.classes[rows], below, same)
 
     @property
     def present(self) -> NDArray[np.float64]:

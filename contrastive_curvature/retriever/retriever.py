@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from contrastive_curvature.retriever.encoding import (
     headed,
 )
 from contrastive_curvature.retriever.evidence import Embedded
+from contrastive_curvature.retriever.folds import part_of, ranks
 from contrastive_curvature.retriever.index import Index
 from contrastive_curvature.retriever.reading import are_inputs, check, labels_of, pair, read
 from contrastive_curvature.retriever.rule import Rates
@@ -101,6 +102,7 @@ class Retriever:
         confidence_level: float = 0.9,
         *,
         head: bool = False,
+        by_class: bool = False,
         index: Index | None = None,
     ) -> None:
         if not isinstance(encoder, (nn.Module, ContrastiveLaplace, type(None))):
@@ -111,10 +113,14 @@ class Retriever:
             if head:
                 raise InputError("head", "False for a fitted posterior", "True", "Pass the encoder instead.")
         asked = {"wrong_answers": wrong_answers, "false_matches": false_matches, "false_alarms": false_alarms}
-        given = {name: None if rate is None else validate.fraction(name, rate) for name, rate in asked.items()}
-        validate.flag("head", head)
+        given: dict[str, Any] = {
+            name: None if rate is None else validate.fraction(name, rate) for name, rate in asked.items()
+        }
+        for name, value in (("head", head), ("by_class", by_class)):
+            validate.flag(name, value)
         self.encoder, self.head, self.index = encoder, head, index
-        self.rates = Rates(**given, confidence_level=validate.fraction("confidence_level", confidence_level))
+        level = validate.fraction("confidence_level", confidence_level)
+        self.rates = Rates(**given, confidence_level=level, by_class=by_class)
         self._state: RetrieverState | None = None
         self._writing = Lock()
 
@@ -141,6 +147,20 @@ class Retriever:
         return self._now.rule.reasons
 
     @property
+    def statement(self) -> str | None:
+        """What ``false_matches`` holds for, one of three; ``None`` if it is ``None``.
+
+        - ``"certified over classes"``: new classes that are exchangeable with those whose queries set the limit.
+        - ``"on average over classes"``: the same, but the mean over new classes may exceed the rate by about 1 / C.
+        - ``"classes taken out of the gallery"``: no class that the encoder was not trained on, unless it was trained
+          on none of them.
+
+        One particular class can exceed the rate in each case.
+        """
+        said = self._now.rule.statement
+        return None if said is None else said.holds
+
+    @property
     def uncovered(self) -> list[Hashable]:
         """Labels of the gallery without a held-out query; no rate covers them."""
         return self._now.uncovered
@@ -153,6 +173,8 @@ class Retriever:
         held_out: Any,
         gallery: Any = None,
         groups: Any = None,
+        new_classes: Any = None,
+        train: Callable[[Any, Any], nn.Module] | None = None,
         progress_bar: bool | None = None,
     ) -> Self:
         """Fit the posterior, embed the gallery, and find the limits.
@@ -172,15 +194,22 @@ class Retriever:
             gallery: The points that are searched, as ``held_out``; ``None`` for ``x`` and ``y``.
             groups: Groups of the held-out queries, N numbers or strings, where queries depend on each other: pictures
                 of one person, paraphrases of one question. One query of each group, drawn at random, is held out.
+            new_classes: ``(inputs, labels)``, or a loader: queries of classes that neither the encoder nor the gallery
+                has. They set the limit of ``false_matches``, in place of classes taken out of the gallery.
+            train: A function of inputs and labels that trains an encoder as yours was trained, and returns it. It is
+                called four times, without a quarter of the classes each, whose held-out queries then set the limit of
+                ``false_matches``. All data must be in memory. Later changes of the gallery keep the share of the known
+                queries that this limit answers.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
             The object itself.
 
         Raises:
-            InputTypeError: Inputs or labels have another type.
+            InputTypeError: Inputs or labels have another type, or ``train`` returns no encoder.
             InputError: Numbers of inputs and labels differ, there are too few, a label is missing (``None``, NaN or
-                ``pandas.NA``), or the encoder does not take them.
+                ``pandas.NA``), or the encoder does not take them; a label of ``new_classes`` is one of ``x`` or the
+                gallery; ``train`` is passed with ``new_classes``, or with another encoder than a module without a head.
             UnsupportedError: The library has no posterior for this encoder.
             NotFittedError: The encoder is a posterior that is neither calibrated nor has a sample of its training
                 inputs, because it was loaded or is not of the last layer; or it changed after its calibration.
@@ -194,12 +223,22 @@ class Retriever:
         searched = (x, y) if gallery is None else pair("gallery", gallery)
         fits = not isinstance(self.encoder, ContrastiveLaplace) and (self.encoder is not None or self.head)
         given = {"held_out": queries, "x" if gallery is None else "gallery": searched}
+        if new_classes is not None:
+            given["new_classes"] = new_classes = pair("new_classes", new_classes)
+        for argument, value in (("new_classes", new_classes), ("train", train)):
+            if value is not None and self.rates.false_matches is None:
+                raise InputError(argument, "None, as false_matches is None", f"a {type(value).__name__}")
+        if train is not None and (new_classes is not None or self.head or not isinstance(self.encoder, nn.Module)):
+            wanted = "None beside new_classes, and for another encoder than a torch.nn.Module without a head"
+            raise InputError("train", wanted, f"a {type(train).__name__}")
         # Before a fit that may be long.
         for argument, (inputs, labels) in ({"x": (x, y), **given} if fits else given).items():
             check(argument, inputs, labels)
         with self._writing:
             posterior: Any = self.encoder
             said: list[str] = []
+            unseen: Any = None
+            asked = queries
             if self.head:
                 x, y = frozen(posterior, "x", x, y, progress_bar)
                 queries = frozen(posterior, "held_out", *queries, progress_bar)
@@ -221,8 +260,17 @@ class Retriever:
                     raise InputError("groups", f"{len(held)}, one a held-out query", f"{len(named)}")
                 rows = one_of_each(named)
                 held, held_names = held[rows], [held_names[row] for row in rows]
+                asked = asked if train is None else part_of(asked, rows)
+            if train is not None:
+                unseen = ranks(train, (x, y), asked, None if gallery is None else searched, progress_bar)
             points, names = _embedded(posterior, "x" if gallery is None else "gallery", *searched, progress_bar)
-            new = RetrieverState.fitted(self.rates, posterior, points, names, held, held_names, self.index)
+            if new_classes is not None:
+                new_inputs, new_labels = new_classes
+                unseen = _embedded(posterior, "new_classes", new_inputs, new_labels, progress_bar)
+                if both := {*unseen[1]} & {*names, *(trained[1] if fits else ())}:
+                    wanted = "labels that neither x nor the gallery has"
+                    raise InputError("new_classes", wanted, f"{sorted(map(repr, both))[:NAMED]}")
+            new = RetrieverState.fitted(self.rates, posterior, points, names, held, held_names, self.index, unseen)
             if posterior is not None:
                 new = replace(new, posterior=calibrated(posterior, queries[0], progress_bar))
             self._become(new, *said, *_repeated("held_out", len(held), new), *_searched_too(new))
@@ -425,11 +473,13 @@ class Retriever:
                 )
         if rates.false_matches is not None:
             lacking = "such queries are answered where the gallery lacks their class, on average"
-            said.append(f"at most {percent(rates.false_matches)} of {lacking}")
+            said.append(f"at most {percent(rates.false_matches)} of {lacking}{' over classes' * rates.by_class}")
+        if rates.false_matches is not None and rule.statement is not None:
+            said.append(rule.statement.said(rates.false_matches))
         if rates.false_alarms is not None:
             said.append(f"at most {percent(rates.false_alarms)} of them are called unknown, on average")
         shares = sorted(rule.kept_back.items(), key=lambda item: -item[1])
-        if back := [f"{percent(share)} by {name}" for name, share in shares if share]:
+        if back := [f"{percent(share)} by {name}{rule.price(name)}" for name, share in shares if share]:
             said.append(f"kept back: {', '.join(back)}")
         said += [f"{name}: {reason}" for name, reason in rule.reasons.items()]
         return "; ".join(said + ([_not_covered(state)] if state.uncovered else []))
@@ -473,7 +523,7 @@ class Retriever:
         from contrastive_curvature.retriever.saved import load
 
         state = load(folder, encoder, **options)
-        retriever = cls(state.posterior, *state.rates, index=index)
+        retriever = cls(state.posterior, **state.rates._asdict(), index=index)
         retriever._state = state
         return retriever
 

@@ -30,6 +30,9 @@ _SAME = math.log(1.001 * FLOOR)
 
 _FOLDS = 5
 
+_MANY = 60
+"""Classes from which the rate of classes taken out was near the rate of classes that nobody knows, in trials."""
+
 ROUNDING = 1e-5
 """Relative rounding of a novelty, in batches of another size: one of a repeated input counts as equal."""
 
@@ -88,16 +91,64 @@ class Regression:
 
 
 class Rates(NamedTuple):
-    """The errors that are asked for, each in (0, 1), or ``None``; see :class:`contrastive_curvature.Retriever`."""
+    """What is asked for: rates of errors in (0, 1), or ``None``; see :class:`contrastive_curvature.Retriever`."""
 
     wrong_answers: float | None
     false_matches: float | None
     false_alarms: float | None
     confidence_level: float
+    by_class: bool = False
 
     def threshold(self) -> RetrievalThreshold:
         """Return the test of ``wrong_answers``, not fitted."""
         return RetrievalThreshold(self.wrong_answers, confidence_level=self.confidence_level)  # type: ignore[arg-type]
+
+
+class Ranks(NamedTuple):
+    """Queries of classes that an encoder was not trained on, among the held-out queries of that encoder.
+
+    Attributes:
+        ranks: Shares of the held-out queries whose score is at most that of the query, shape (N,).
+        classes: Numbers of the queries' classes, int64, shape (N,).
+    """
+
+    ranks: _Numbers
+    classes: NDArray[np.int64]
+
+
+class Statement(NamedTuple):
+    """What the rate of false matches holds for.
+
+    Attributes:
+        holds: One of :data:`HOLDS`.
+        classes: Number C of the classes whose queries set the limit.
+        average: (sum over the classes of the share of their queries within the limit + 1) / (C + 1): for a new class
+            that is exchangeable with them, the mean share is at most about this (conformal risk control).
+        taken_out: Share of the held-out queries within the limit that classes taken out of the gallery give.
+    """
+
+    holds: str
+    classes: int
+    average: float
+    taken_out: float
+
+    def said(self, rate: float) -> str:
+        """Say what the rate holds for, and what it takes to certify it over classes."""
+        if self.holds == HOLDS[0]:
+            return f"the same holds for classes that nobody knows, on average over classes like these {self.classes:,}"
+        if self.holds == HOLDS[2]:
+            return (
+                f"these are {self.classes:,} classes taken out of the gallery: if the encoder was trained on them, "
+                f"more queries are answered of classes that nobody knows (nearly as few from about {_MANY} classes on)"
+            )
+        enough = points_needed(rate) <= self.classes
+        more = f"by_class=True certifies {percent(rate)} over classes" if enough else _needs_classes(rate, self.classes)
+        most = percent(max(rate, self.average))
+        like = f"of classes that nobody knows, on average over classes like these {self.classes:,}"
+        return f"{like}, at most {most} ({more})"
+
+
+HOLDS = ("certified over classes", "on average over classes", "classes taken out of the gallery")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +166,7 @@ class Rule:
         kept_back: Share of the held-out queries that each rate alone keeps back, by the name of the rate.
         reasons: Reasons why nothing is answered, or nothing is called unknown, by the name of the rate.
         in_gallery: Share of the held-out queries that are points of the gallery.
+        statement: What the rate of false matches holds for; ``None`` if none is asked for.
     """
 
     right: Regression
@@ -127,6 +179,13 @@ class Rule:
     kept_back: dict[str, float]
     reasons: dict[str, str]
     in_gallery: float
+    statement: Statement | None
+
+    def price(self, name: str) -> str:
+        """Say what a rate would keep back with the limit of classes taken out of the gallery, if it has another one."""
+        if name != "false_matches" or self.statement is None or self.statement.holds == HOLDS[2]:
+            return ""
+        return f" ({percent(1 - self.statement.taken_out)} with the limit of classes taken out of the gallery)"
 
     def p_value(self, novelty: _Numbers) -> _Numbers:
         """Return the shares (N,) of the held-out queries that are at least as novel, the query itself counted in."""
@@ -148,6 +207,7 @@ def certified(
     absent: Searched,
     feedback: Searched | None = None,
     ceiling: float = math.inf,
+    unseen: Searched | Ranks | None = None,
 ) -> Rule:
     """Fit two scores to held-out queries, and find the largest limits that keep all rates.
 
@@ -155,8 +215,9 @@ def certified(
     regressions on all. Simulations show that this keeps the rates (``docs/statistics.md``); it is not proven.
 
     ``false_matches``: the limit of ``present`` is the ``floor(rate (N + 1))``-th smallest score of N queries without
-    their class, as for conformal p-values. ``wrong_answers``: among the remaining queries, growing limits of ``right``
-    are tested by :class:`.RetrievalThreshold`.
+    their class, as for conformal p-values; ``by_class``, it is the largest one with (sum over C classes of the share
+    within it + 1) / (C + 1) at most the rate. ``wrong_answers``: among the remaining queries, growing limits of
+    ``right`` are tested by :class:`.RetrievalThreshold`.
 
     Args:
         rates: Rates that the limits must keep.
@@ -165,10 +226,14 @@ def certified(
         feedback: Labelled queries that were answered. They come from the queries that a limit accepts, so they can show
             that the limit is too high, but not that a higher limit would do.
         ceiling: Largest limit of ``right`` under which the feedback was answered, for the same score.
+        unseen: Queries of classes that neither the encoder nor the gallery has, or their ranks among the held-out
+            queries. They set the limit of ``present``; ``None`` for the held-out queries without their class.
+
+    Source: Angelopoulos et al. (2022), arXiv 2208.02814, for ``by_class``.
     """
     n, is_right = len(held), held.right
-    right, score, _ = _crossfitted(held.evidence, is_right, absent.evidence, RIGHT)
-    present, near, lacking = _crossfitted(held.present, is_right, absent.present, PRESENT)
+    right, score, _ = crossfitted(held.evidence, is_right, absent.evidence, RIGHT)
+    present, near, lacking = crossfitted(held.present, is_right, absent.present, PRESENT)
     novelties, reasons = np.sort(held.novelty), {}
     known = np.full(n, True)
     if rates.false_alarms is not None:
@@ -176,11 +241,31 @@ def certified(
         if 1 / (n + 1) > rates.false_alarms:
             reasons["false_alarms"] = f"no query is unknown: {_needs(rates.false_alarms, n)}"
     limit = present_limit = math.inf
-    if rates.false_matches is not None:
-        k = math.floor(rates.false_matches * (n + 1) + 1e-9)
-        present_limit = float(np.sort(np.where(known, lacking, np.inf))[k - 1]) if k else -math.inf
-        if not k:
-            reasons["false_matches"] = f"nothing is answered: {_needs(rates.false_matches, n)}"
+    statement = None
+    if (rate := rates.false_matches) is not None:
+        taken_out, scores, of = near, np.where(known, lacking, np.inf), held.classes
+        usual = _largest(rates, scores, of)
+        if held.below is not None:
+            _, taken_out, lacking = crossfitted(held.evidence, held.right, absent.evidence, PRESENT)
+            usual = _largest(rates, np.where(known, lacking, np.inf), of)
+        if isinstance(unseen, Searched):
+            told = rates.false_alarms is None or _p_value(novelties, unseen.novelty) > rates.false_alarms
+            may = told & _within(present(unseen.present), np.inf, unseen)
+            scores, of = np.where(may, present(unseen.present), np.inf), unseen.classes
+        elif unseen is not None:
+            scores, of = unseen
+        present_limit = largest = _largest(rates, scores, of)
+        if isinstance(unseen, Ranks) and math.isfinite(largest):
+            k = math.floor(largest * n + 1e-9)
+            present_limit = float(np.sort(near)[k - 1]) if k else -math.inf
+        c = len(np.unique(of))
+        average = (_by_class((scores <= largest) & np.isfinite(scores), of).sum() + 1) / (c + 1)
+        assumed = held.below is None and unseen is None
+        holds = HOLDS[2 if assumed else 0 if rates.by_class else 1]
+        statement = Statement(holds, c, average, float((taken_out <= usual).mean()))
+        if present_limit == -math.inf:
+            hint = _needs_classes(rate, c) if rates.by_class else _needs(rate, len(scores))
+            reasons["false_matches"] = f"nothing is answered: {hint}"
     has_class = _within(near, present_limit, held)
     left = known & has_class
     if rates.wrong_answers is not None and present_limit > -math.inf:
@@ -212,11 +297,14 @@ def certified(
     sides = {"wrong_answers": score > limit, "false_matches": ~has_class, "false_alarms": ~known}
     kept_back = {name: float(side.mean()) for name, side in sides.items()}
     share = float((left & (score <= limit)).mean())
-    same = float((held.evidence[:, 0] < _SAME).mean())
-    return Rule(right, limit, present, present_limit, novelties, rates.false_alarms, share, kept_back, reasons, same)
+    in_gallery = float((held.evidence[:, 0] < _SAME).mean())
+    return Rule(
+        right, limit, present, present_limit, novelties, rates.false_alarms, share, kept_back, reasons, in_gallery,
+        statement,
+    )  # fmt: skip
 
 
-def _crossfitted(
+def crossfitted(
     held: _Numbers, right: NDArray[np.bool_], absent: _Numbers, how: tuple[float, _Numbers]
 ) -> tuple[Regression, _Numbers, _Numbers]:
     """Return a regression, and the scores (N,) of held-out queries, with and without their class, from other folds."""
@@ -229,6 +317,28 @@ def _crossfitted(
         one = Regression.fitted(held[others], right[others], absent[others], *how)
         near[inside], lacking[inside] = one(held[inside]), one(absent[inside])
     return Regression.fitted(held, right, absent, *how), near, lacking
+
+
+def _largest(rates: Rates, scores: _Numbers, classes: NDArray[np.int64]) -> float:
+    """Return the largest limit of scores (N,) that keeps the rate of false matches; minus infinity if none does."""
+    assert rates.false_matches is not None
+    ordered = np.sort(scores)
+    if not rates.by_class:
+        k = math.floor(rates.false_matches * (len(scores) + 1) + 1e-9)
+        return float(ordered[k - 1]) if k else -math.inf
+    of, each = np.unique(classes, return_inverse=True, return_counts=True)[1:]
+    order = np.argsort(scores)
+    # Infinite scores are above every limit.
+    sums = np.cumsum(np.where(np.isfinite(ordered), 1 / each[of[order]], 0))
+    allowed = (np.append(0, sums) + 1) / (len(each) + 1) <= rates.false_matches + 1e-9
+    if allowed.all():
+        return math.inf
+    return float(np.nextafter(ordered[allowed.sum() - 1], -np.inf)) if allowed[0] else -math.inf
+
+
+def _by_class(happened: NDArray[np.bool_], classes: NDArray[np.int64]) -> _Numbers:
+    """Return the share of the queries of each class that something happened to, shape (C,)."""
+    return np.array([happened[classes == k].mean() for k in np.unique(classes)])
 
 
 def _within(present: _Numbers, limit: float, found: Searched) -> NDArray[np.bool_]:
@@ -251,6 +361,13 @@ def _times(threshold: RetrievalThreshold, score: _Numbers, right: NDArray[np.boo
             threshold.fit(np.tile(score, times), np.tile(right, times))
             return times
     return None
+
+
+def _needs_classes(rate: float, classes: int) -> str:
+    return (
+        f"certified over classes, {percent(rate)} takes at least {points_needed(rate):,} classes, and there are "
+        f"{classes:,}, with which {percent(1 / (classes + 1))} is the smallest rate"
+    )
 
 
 def _needs(rate: float, n: int) -> str:

@@ -16,7 +16,7 @@ from contrastive_curvature.io.pretrained.load import from_header
 from contrastive_curvature.io.pretrained.save import Saved, encoder_of, posterior_header
 from contrastive_curvature.retriever.evidence import Embedded
 from contrastive_curvature.retriever.head import Headed
-from contrastive_curvature.retriever.rule import Rates, Regression, Rule
+from contrastive_curvature.retriever.rule import Ranks, Rates, Regression, Rule, Statement
 from contrastive_curvature.retriever.state import Gallery, RetrieverState
 
 FILE = "retriever.safetensors"
@@ -66,7 +66,7 @@ def load(folder: Path | str, encoder: Any, **options: Any) -> RetrieverState:
     """Do what :meth:`.Retriever.load` says."""
     path = folder_path("folder", folder) / FILE
     header, tensors = read_tensors(path, RetrieverHeader)
-    classes = (RetrieverState, Gallery, Embedded, Rates, Rule, Regression)
+    classes = (RetrieverState, Gallery, Embedded, Rates, Rule, Regression, Ranks, Statement)
     state: RetrieverState = from_tree(str(path), unpacked(header.state, tensors), classes)
     if header.posterior is None:
         if encoder is not None:

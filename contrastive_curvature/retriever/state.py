@@ -23,7 +23,7 @@ from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.retriever.answers import Answers, as_array
 from contrastive_curvature.retriever.evidence import Embedded, Searched, evidence, joined
 from contrastive_curvature.retriever.index import Index, nearest
-from contrastive_curvature.retriever.rule import Rates, Rule, certified
+from contrastive_curvature.retriever.rule import Ranks, Rates, Rule, certified
 
 if TYPE_CHECKING:
     from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -70,6 +70,8 @@ class RetrieverState:
         ceiling: The smallest limit on the score of an answer under which feedback was collected; beyond it the feedback
             is incomplete. Infinite without feedback, and after a change of the points or the held-out queries, which
             change the score itself.
+        unseen: What sets the limit of ``false_matches``: queries of classes that the encoder was not trained on, and
+            the numbers of their classes, or the ranks of such queries; ``None`` for classes taken out of the gallery.
         rule: The limits that decide between answer, unsure and unknown.
         posterior: What embeds inputs, held by nothing else; ``None`` if they are embeddings.
     """
@@ -81,6 +83,7 @@ class RetrieverState:
     truth: Tensor
     feedback: tuple[Embedded, Tensor] | None
     ceiling: float
+    unseen: tuple[Embedded, Tensor] | Ranks | None
     rule: Rule
     posterior: ContrastiveLaplace | None = field(default=None, metadata=NOT_SAVED)
 
@@ -94,16 +97,22 @@ class RetrieverState:
         held: Embedded,
         held_names: Names,
         index: Index | None,
+        unseen: tuple[Embedded, Names] | Ranks | None = None,
     ) -> RetrieverState:
-        """Return the state of a gallery and of held-out queries, both with labels."""
+        """Return the state of a gallery, of held-out queries and of queries of new classes, all with labels."""
         labels, truth = coded((), held_names)
         labels, classes = coded(labels, names)
         rows = held.distinct(truth)
         if len(rows) < 2:
             raise InputError("held_out", "at least two queries", f"{len(rows)}")
         gallery = Gallery(points.directions, classes, np.arange(len(points)), len(points), points.below)
+        new_classes: Any = unseen
+        if unseen is not None and not isinstance(unseen, Ranks):
+            labels, of = coded(labels, unseen[1])
+            distinct = unseen[0].distinct(of)
+            new_classes = unseen[0][distinct], of[distinct]
         no_rule: Any = None
-        new = cls(rates, labels, gallery, held[rows], truth[rows], None, math.inf, no_rule, posterior)
+        new = cls(rates, labels, gallery, held[rows], truth[rows], None, math.inf, new_classes, no_rule, posterior)
         return new._certified(index)
 
     def added(self, points: Embedded, names: Names, index: Index | None) -> RetrieverState:
@@ -175,13 +184,13 @@ class RetrieverState:
         search = None if index is None else partial(nearest, index, now.directions, now.identifiers)
         columns, match = evidence(queries, now.directions, now.classes, without, search)
         novelty = np.exp(columns[:, 1]) if self.posterior is None else queries.novelty
-        unknown = np.full(len(match), False)
+        right, of = np.full(len(match), False), np.full(len(match), -1)
         if now.below is None or queries.below is None or self.rates.false_matches is None:
-            return Searched(columns, novelty, unknown), match
+            return Searched(columns, novelty, right, of), match
         # The index of the user holds no outputs below the head: these are searched one by one.
         below, nearest_below = evidence(Embedded.alone(queries.below), now.below, now.classes, without)
         same = (now.classes[nearest_below] == now.classes[match]).numpy()
-        return Searched(columns, novelty, unknown, below, same), match
+        return Searched(columns, novelty, right, of, below, same), match
 
     def compared(self, queries: Embedded, truth: Tensor, index: Index | None) -> tuple[Searched, Searched]:
         """Search with labelled queries in the gallery, and in the gallery without their class."""
@@ -189,7 +198,8 @@ class RetrieverState:
         right = (self.gallery.classes[match] == truth).numpy()
         absent = self.searched(queries, index, truth)[0]
         # A query without its class is as novel as with it.
-        return replace(found, right=right), replace(absent, novelty=found.novelty)
+        of = truth.numpy()
+        return replace(found, right=right, classes=of), replace(absent, novelty=found.novelty, classes=of)
 
     @property
     def uncovered(self) -> list[Hashable]:
@@ -203,7 +213,10 @@ class RetrieverState:
         below = None if points.below is None else points.below.to(device)
         gallery = points._replace(directions=points.directions.to(device), below=below)
         fed = None if feedback is None else (feedback[0].to(device), feedback[1])
-        return replace(self, gallery=gallery, held=held, feedback=fed)
+        unseen = self.unseen
+        if unseen is not None and not isinstance(unseen, Ranks):
+            unseen = unseen[0].to(device), unseen[1]
+        return replace(self, gallery=gallery, held=held, feedback=fed, unseen=unseen)
 
     def _certified(self, index: Index | None, **parts: Any) -> RetrieverState:
         """Return the state with other parts, and with the limits that follow from them."""
@@ -211,7 +224,12 @@ class RetrieverState:
         new = replace(self, **{"ceiling": math.inf, **parts})
         feedback = None if new.feedback is None else new.compared(*new.feedback, index)[0]
         held, absent = new.compared(new.held, new.truth, index)
-        return replace(new, rule=certified(new.rates, held, absent, feedback, new.ceiling))
+        unseen: Any = new.unseen
+        if unseen is not None and not isinstance(unseen, Ranks):
+            # Their class is taken out if it has been added since.
+            queries, truth = unseen
+            unseen = new.compared(queries, truth, index)[1]
+        return replace(new, rule=certified(new.rates, held, absent, feedback, new.ceiling, unseen))
 
 
 def coded(labels: tuple[Hashable, ...], names: Names) -> tuple[tuple[Hashable, ...], Tensor]:
