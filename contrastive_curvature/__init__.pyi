@@ -2,8 +2,8 @@ from . import metrics, vmf
 from . import testing as testing
 from .apps import report
 from .decisions.drift import DriftMonitor
-from .decisions.match import MatchThreshold
-from .decisions.retrieval import RetrievalThreshold
+from .decisions.match_threshold import MatchThreshold
+from .decisions.retrieval_threshold import RetrievalThreshold
 from .embedding.distribution import EmbeddingDistribution
 from .embedding.known import OptimisticPValueWarning
 from .embedding.similarity import CosineDistribution, similarity

@@ -81,7 +81,7 @@ def _first_prior(*args: Any, **kwargs: Any) -> Any:
 
 def _call(extension: Any, module: Any, g_inp: Any, g_out: Any) -> None:
     """Run a second-order extension of BackPACK on a module, with our rules where the host has none."""
-    from contrastive_curvature.hosts.backpack.registry import call
+    from contrastive_curvature.hosts.backpack.extension_registry import call
 
     call(extension, module, g_inp, g_out)
 

@@ -5,7 +5,7 @@ from tiny import numbers
 from torch import Tensor
 
 import contrastive_curvature as cc
-from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.losses.row_loss import RowLoss, RowTerms
 
 __all__ = ["LABELS", "ROW_LOSSES", "D", "N", "Rows", "close", "numbers"]
 

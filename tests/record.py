@@ -333,7 +333,7 @@ def stochman() -> dict[str, Any]:
 
 
 def parts(**options: Any) -> dict[str, Any]:
-    from contrastive_curvature.fit.state import State
+    from contrastive_curvature.fit.part_state import State
 
     structure = options.pop("structure", "kron_lowrank")
 

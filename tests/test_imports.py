@@ -104,6 +104,11 @@ def test_a_class_name_stands_for_one_thing() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def test_a_file_name_stands_for_one_thing() -> None:
+    names = [path.name for path in (ROOT / PACKAGE).rglob("*.py") if path.name != "__init__.py"]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def test_no_function_below_the_facade_takes_it() -> None:
     """What a function needs of a posterior is the value, or the encoder that reads for it."""
     for folder in FLOW[: FLOW.index("laplace")]:

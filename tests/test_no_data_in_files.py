@@ -20,7 +20,7 @@ from tables import refused
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.state import State
+from contrastive_curvature.fit.part_state import State
 
 N, WIDTH = 160, 9
 OPTIONS = {"pd_fix": "psd", "negative_samples": None}

@@ -17,7 +17,7 @@ from contrastive_curvature.decisions.fitted import percent
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.posterior.calibration import present_calibration
+from contrastive_curvature.posterior.p_values import present_calibration
 
 _Numbers = NDArray[np.float64]
 

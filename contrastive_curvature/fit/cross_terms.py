@@ -14,13 +14,13 @@ from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import tangent_axes
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.dataset import ClassWeights, HessianPart, HessianPoints
+from contrastive_curvature.losses.over_dataset import ClassWeights, HessianPart, HessianPoints
 from contrastive_curvature.network.inputs import slice_inputs
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.pairs.relation import chunks
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.structures import Structure
-from contrastive_curvature.structures.base import added
+from contrastive_curvature.structures.structure import added
 
 if TYPE_CHECKING:
     from contrastive_curvature.fit.dataset import AllPairs

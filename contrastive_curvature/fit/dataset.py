@@ -31,20 +31,20 @@ from contrastive_curvature.fit.cross_terms import (
     streamed,
     with_sample,
 )
+from contrastive_curvature.fit.curvature_options import CurvatureOptions
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source
-from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import Passes, PassRecord
 from contrastive_curvature.fit.readers import Batch
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.dataset import ClassWeights, DatasetHessian, dataset_hessian
+from contrastive_curvature.losses.over_dataset import ClassWeights, DatasetHessian, dataset_hessian
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.loader import check_not_empty
 from contrastive_curvature.pairs.rows import RowCollector, Rows
-from contrastive_curvature.structures.base import added
+from contrastive_curvature.structures.structure import added
 
 _log = logging.getLogger("contrastive_curvature")
 

@@ -6,7 +6,7 @@ a :class:`Source` defines the points and which of them are compared:
 - pairs of the whole data set, of all points or of a sample (:mod:`contrastive_curvature.fit.dataset`);
 - pairs inside batches, weighted to represent all pairs (:mod:`contrastive_curvature.fit.batches`);
 - anchors with the candidates of their batch (:mod:`contrastive_curvature.fit.anchors`);
-- two towers, each with a curvature of its own (:mod:`contrastive_curvature.fit.towers`).
+- two towers, each with a curvature of its own (:mod:`contrastive_curvature.fit.tower_batches`).
 
 Both passes give sums that merge, so several processes or jobs may each process a part of the data
 (:mod:`contrastive_curvature.fit.processes`).
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from contrastive_curvature import waiting
 from contrastive_curvature.fit.class_centres import TYPICAL, ClassCentres, centres_of
+from contrastive_curvature.fit.curvature_options import CurvatureOptions
 from contrastive_curvature.fit.mc_samples import make_sampler, term_of
 from contrastive_curvature.fit.observers import FEATURES, ClassSums, FeatureSample, FiniteCheck, Observer
-from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.total import COST, VALUE, Part, Total
 from contrastive_curvature.hessian.sphere import normalize

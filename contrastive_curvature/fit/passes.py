@@ -13,8 +13,8 @@ from torch import Tensor
 
 from contrastive_curvature import waiting
 from contrastive_curvature.errors import InputError
+from contrastive_curvature.fit.part_state import Origin
 from contrastive_curvature.fit.readers import Batch
-from contrastive_curvature.fit.state import Origin
 from contrastive_curvature.hessian.blocks import UnrepresentableError, holds_curvature
 from contrastive_curvature.hessian.sphere import check_outputs, norms
 from contrastive_curvature.network.encoder import Encoder

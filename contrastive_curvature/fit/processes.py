@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, add_up
+from contrastive_curvature.fit.part_state import CURVATURE, STATISTICS, State
 from contrastive_curvature.fit.passes import Passes
-from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
 
 
 def statistics_of(f: Fit, passes: Passes, identity: Mapping[str, str]) -> State:

@@ -14,7 +14,7 @@ from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.pairs.rows import Rows, united
 from contrastive_curvature.structures import Structure
-from contrastive_curvature.structures.base import added
+from contrastive_curvature.structures.structure import added
 
 VALUE, COST = "value", "cost"
 """Names of sums over batches: the loss, and its non-negative version."""

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.hedged.match import (
+from contrastive_curvature.hedged.match_probability import (
     check_mixture,
     check_points,
     match_logits,
@@ -20,7 +20,7 @@ from contrastive_curvature.hedged.match import (
 )
 from contrastive_curvature.triplet.divergence import excess
 from contrastive_curvature.triplet.loss import reduced
-from contrastive_curvature.triplet.moments import check_pair
+from contrastive_curvature.triplet.tau_moments import check_pair
 from contrastive_curvature.vmf.checks import broadcast_batch, same_dim
 
 

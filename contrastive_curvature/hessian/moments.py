@@ -6,7 +6,7 @@ and the weighted moment of its candidates
 ``M_i = sum_j w_ij o_j o_j^T + sum_r sign_r v_ri v_ri^T``
 
 A loss of single pairs has weights ``w_ij = d2L/ds_ij^2`` only; the vectors ``v`` come from losses that compare all
-candidates of an anchor: the second derivatives of such a loss are a diagonal and a few squares (``losses/rows.py``).
+candidates of an anchor: the second derivatives of such a loss are a diagonal and squares (``losses/row_loss.py``).
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import folder_path, write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, ProcessError
-from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
+from contrastive_curvature.fit.part_state import CURVATURE, STATISTICS, State
 from contrastive_curvature.io.states import load_state, save_state
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.network.digest import encoder_digest
-from contrastive_curvature.posterior.calibration import present_calibration
+from contrastive_curvature.posterior.p_values import present_calibration
 from contrastive_curvature.progress import Progress
 
 __all__ = ["EmbeddingFolder", "ParquetParts", "StateFolder", "embed_on_ray", "fit_on_ray"]

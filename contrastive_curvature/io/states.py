@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from contrastive_curvature.artifact import Header, read_tensors, write_tensors
 from contrastive_curvature.codec import TensorTable, from_tree, packed, to_tree, unpacked
-from contrastive_curvature.fit.state import Origin, State
+from contrastive_curvature.fit.part_state import Origin, State
 from contrastive_curvature.fit.total import Total
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.pairs.rows import Rows

@@ -2,7 +2,7 @@
 
 from contrastive_curvature.laplace.advice import DefaultPriorWarning, FeatureNormWarning, LabelWarning
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.laplace.towers import TwoTowerLaplace
+from contrastive_curvature.laplace.tower_posteriors import TwoTowerLaplace
 from contrastive_curvature.removed import refuse_removed
 
 __all__ = [

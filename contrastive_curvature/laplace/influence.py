@@ -23,12 +23,12 @@ from torch.nn.utils import vector_to_parameters
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError
-from contrastive_curvature.fit.options import CurvatureOptions
+from contrastive_curvature.fit.curvature_options import CurvatureOptions
 from contrastive_curvature.fit.readers import Batch, Reader
 from contrastive_curvature.fit.share import Rest
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.losses.rows import RowLoss
+from contrastive_curvature.losses.row_loss import RowLoss
 from contrastive_curvature.losses.weighting import class_pairs, count_shares, weigh_pairs
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import input_length

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DistributedSampler
 
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
+from contrastive_curvature.fit.part_state import CURVATURE, STATISTICS, State
 from contrastive_curvature.network.inputs import Inputs, asks_for_example, made_up_inputs
 from contrastive_curvature.network.loader import check_loader, loader_parts
 from contrastive_curvature.posterior.predict import moved_inputs

@@ -32,7 +32,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, NotFittedEr
 from contrastive_curvature.fit.api import check_indices
 from contrastive_curvature.fit.class_centres import MOST_NUMBERS, CentreCollector, ClassCentres
 from contrastive_curvature.fit.loop import DatasetCurvature
-from contrastive_curvature.fit.state import STATISTICS, State
+from contrastive_curvature.fit.part_state import STATISTICS, State
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace import influence, parts
 from contrastive_curvature.laplace.advice import (
@@ -43,17 +43,18 @@ from contrastive_curvature.laplace.advice import (
     advise_on_norms,
     advise_on_processes,
 )
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
-from contrastive_curvature.laplace.options import CONTRASTIVE, check_options, class_and_options, given_options
-from contrastive_curvature.laplace.state import load_state, state_of
-from contrastive_curvature.network import batches
+from contrastive_curvature.laplace.arguments import CONTRASTIVE, check_options, class_and_options, given_options
+from contrastive_curvature.laplace.backends.backend import ContrastiveBackend, ContrastiveGGN
+from contrastive_curvature.laplace.state_dict import load_state, state_of
+from contrastive_curvature.network import in_batches as batches
 from contrastive_curvature.network.call import refuse_compiled
 from contrastive_curvature.network.digest import Watch
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, made_up_inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_model, check_not_empty, in_fixed_order, read_views
 from contrastive_curvature.pairs.relation import check_labels
-from contrastive_curvature.posterior import calibration, predict
+from contrastive_curvature.posterior import p_values as calibration
+from contrastive_curvature.posterior import predict
 from contrastive_curvature.posterior.predict import LinearizedEncoder
 from contrastive_curvature.posterior.prior import (
     PriorMethod,

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.laplace.arguments import CONTRASTIVE
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.laplace.towers import TwoTowerLaplace
+from contrastive_curvature.laplace.tower_posteriors import TwoTowerLaplace
 from contrastive_curvature.network.two_towers import TwoTowers
 
 __all__ = ["entry", "means_contrastive"]

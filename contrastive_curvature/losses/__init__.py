@@ -7,7 +7,7 @@ from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.logistic import LogisticLoss
 from contrastive_curvature.losses.multisimilarity import MultiSimilarityLoss
 from contrastive_curvature.losses.proxy import ProxyLoss
-from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.losses.row_loss import RowLoss, RowTerms
 from contrastive_curvature.losses.siglip import SigLIPLoss
 from contrastive_curvature.losses.soft_contrastive import SoftContrastiveLoss
 from contrastive_curvature.losses.supcon import SupConLoss

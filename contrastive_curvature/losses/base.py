@@ -16,7 +16,7 @@ from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.dataset import Columns, DatasetHessian
+from contrastive_curvature.losses.over_dataset import Columns, DatasetHessian
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import (
     Related,

@@ -23,7 +23,7 @@ from contrastive_curvature.hessian.derivatives import NodeSums, Totals
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.dataset import ClassWeights, Columns, DatasetHessian, HessianPart
+from contrastive_curvature.losses.over_dataset import ClassWeights, Columns, DatasetHessian, HessianPart
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import Related, Shares, weigh_pairs
 from contrastive_curvature.options import LARGEST_DISTANCE, Distance, Normalization, PDFix, check_margin

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature, weighted_logsumexp
+from contrastive_curvature.losses.row_loss import RowLoss, RowTerms, check_temperature, weighted_logsumexp
 from contrastive_curvature.options import Distance, PDFix
 
 
@@ -34,8 +34,8 @@ class InfoNCELoss(RowLoss):
 
     Args:
         temperature: ``tau``, positive; by default 0.1.
-        reduction: See :class:`~contrastive_curvature.losses.rows.RowLoss`; the terms are the positive pairs.
-        directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
+        reduction: See :class:`~contrastive_curvature.losses.row_loss.RowLoss`; the terms are the positive pairs.
+        directions: See :class:`~contrastive_curvature.losses.row_loss.RowLoss`.
         scale: ``1 / tau``, positive; used instead of the temperature.
         distance: See :class:`~contrastive_curvature.options.Distance`.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`.

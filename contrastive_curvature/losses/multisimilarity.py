@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contrastive_curvature import validate
-from contrastive_curvature.losses.rows import RowLoss, RowTerms, weighted_logsumexp
+from contrastive_curvature.losses.row_loss import RowLoss, RowTerms, weighted_logsumexp
 from contrastive_curvature.options import Distance, PDFix
 
 
@@ -29,8 +29,8 @@ class MultiSimilarityLoss(RowLoss):
         alpha: Steepness for positives, positive.
         beta: Steepness for negatives, positive.
         base: ``lambda``, the cosine above which negatives count and below which positives count.
-        reduction: See :class:`~contrastive_curvature.losses.rows.RowLoss`; the terms are the anchors.
-        directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
+        reduction: See :class:`~contrastive_curvature.losses.row_loss.RowLoss`; the terms are the anchors.
+        directions: See :class:`~contrastive_curvature.losses.row_loss.RowLoss`.
         distance: See :class:`~contrastive_curvature.options.Distance`.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
 

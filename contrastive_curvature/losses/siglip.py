@@ -6,7 +6,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.losses.logistic import same_or_not, slopes_of_same
-from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.losses.row_loss import RowLoss, RowTerms
 from contrastive_curvature.options import Distance, PDFix
 
 
@@ -28,8 +28,8 @@ class SigLIPLoss(RowLoss):
     Args:
         scale: ``a``, positive; the published ``t = exp(t')``, with parameter ``t'``; 10 at the start of training.
         bias: ``b``; -10 at the start of training.
-        reduction: See :class:`~contrastive_curvature.losses.rows.RowLoss`; the terms are the anchors.
-        directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
+        reduction: See :class:`~contrastive_curvature.losses.row_loss.RowLoss`; the terms are the anchors.
+        directions: See :class:`~contrastive_curvature.losses.row_loss.RowLoss`.
         distance: See :class:`~contrastive_curvature.options.Distance`.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
 

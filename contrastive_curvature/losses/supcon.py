@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature, weighted_logsumexp
+from contrastive_curvature.losses.row_loss import RowLoss, RowTerms, check_temperature, weighted_logsumexp
 from contrastive_curvature.options import Distance, PDFix
 
 
@@ -29,8 +29,8 @@ class SupConLoss(RowLoss):
 
     Args:
         temperature: ``tau``, positive.
-        reduction: See :class:`~contrastive_curvature.losses.rows.RowLoss`; the terms are the anchors.
-        directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
+        reduction: See :class:`~contrastive_curvature.losses.row_loss.RowLoss`; the terms are the anchors.
+        directions: See :class:`~contrastive_curvature.losses.row_loss.RowLoss`.
         distance: See :class:`~contrastive_curvature.options.Distance`.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 from contrastive_curvature import validate
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
-from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.losses.row_loss import RowLoss, RowTerms
 from contrastive_curvature.losses.sides import Sides, one_tower
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
@@ -45,7 +45,7 @@ class TripletLoss(RowLoss):
     Args:
         margin: ``m``, in units of squared distance (which is at most 4), not negative.
         reduction: See above.
-        directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
+        directions: See :class:`~contrastive_curvature.losses.row_loss.RowLoss`.
         distance: See :class:`~contrastive_curvature.options.Distance`; not the distance in the hinge.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`; ``"ggn"`` is refused, since it is zero.
 

@@ -14,7 +14,7 @@ class TwoTowers(nn.Module):
     """Two encoders trained with one loss; an input of one encoder has its partner among the other's inputs.
 
     Pass the towers to ``laplace.Laplace(..., likelihood="contrastive")`` for a posterior of both
-    (:class:`~contrastive_curvature.laplace.towers.TwoTowerLaplace`).
+    (:class:`~contrastive_curvature.laplace.tower_posteriors.TwoTowerLaplace`).
 
     Args:
         encoder_a: Maps a batch of the first kind, a tensor or a mapping, to (N, D).

@@ -18,15 +18,15 @@ from contrastive_curvature.fit.readers import as_batch
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.laplace import ContrastiveLaplace
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.options import given_options
+from contrastive_curvature.laplace.arguments import given_options
+from contrastive_curvature.laplace.backends.backend import ContrastiveBackend
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, tokenized
 from contrastive_curvature.network.loader import read_views
 from contrastive_curvature.online.discount import DiscountedCurvature
-from contrastive_curvature.online.posterior import OnlinePosterior
 from contrastive_curvature.online.sampled import AllParameters, LastLayer, SampledEncoder
+from contrastive_curvature.online.sampling_posterior import OnlinePosterior
 from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.structures import STRUCTURES, structure_of

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.loop import DatasetCurvature, mean_norm
 from contrastive_curvature.fit.mc_samples import term_of
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.laplace.backends.backend import ContrastiveBackend
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs

@@ -23,7 +23,7 @@ from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.posterior.predict import LinearizedEncoder, parameters_of
 from contrastive_curvature.posterior.value import Fitted, Posterior, Prior
 from contrastive_curvature.structures import Structure
-from contrastive_curvature.structures.base import Room
+from contrastive_curvature.structures.structure import Room
 
 KEYS: dict[str, Any] = {
     "mean": Tensor,

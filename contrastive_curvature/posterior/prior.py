@@ -26,7 +26,7 @@ from contrastive_curvature.options import parse_option
 from contrastive_curvature.posterior.predict import LinearizedEncoder, on_sphere, samples_at
 from contrastive_curvature.posterior.value import Posterior
 from contrastive_curvature.progress import Progress
-from contrastive_curvature.structures.base import Structure
+from contrastive_curvature.structures.structure import Structure
 
 PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
 """One prior precision in all, one a parameter tensor, or one a parameter."""

@@ -31,7 +31,7 @@ from contrastive_curvature.structures.at_features import (
     DenseAtFeatures,
     DiagonalAtFeatures,
 )
-from contrastive_curvature.structures.base import of_each_weight
+from contrastive_curvature.structures.structure import of_each_weight
 
 OPTIMISTIC = (
     "P-values are then optimistic, that is too small: of new inputs of the known kind, more than a share alpha may "

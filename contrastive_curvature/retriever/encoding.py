@@ -15,11 +15,11 @@ from contrastive_curvature.errors import NotFittedError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.io.pretrained.save import encoder_of
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.network.batches import batches, by_length, results
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.given_features import feature_inputs, has_features
+from contrastive_curvature.network.in_batches import batches, by_length, results
 from contrastive_curvature.network.inputs import slice_inputs
-from contrastive_curvature.posterior.calibration import present_calibration, present_training
+from contrastive_curvature.posterior.p_values import present_calibration, present_training
 from contrastive_curvature.posterior.predict import moved_inputs
 from contrastive_curvature.retriever.evidence import Embedded, evidence
 from contrastive_curvature.retriever.head import AT_ONCE, BELOW, Headed, outputs, with_head

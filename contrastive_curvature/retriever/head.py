@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.losses.supcon import SupConLoss
-from contrastive_curvature.network.batches import by_length, results
 from contrastive_curvature.network.call import ModelCall
 from contrastive_curvature.network.given_features import feature_inputs
+from contrastive_curvature.network.in_batches import by_length, results
 from contrastive_curvature.network.inputs import move_inputs, tokenized
 from contrastive_curvature.network.threads import evaluation_mode
 from contrastive_curvature.progress import Progress

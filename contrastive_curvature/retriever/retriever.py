@@ -21,7 +21,7 @@ from contrastive_curvature.decisions.fitted import one_of_each, percent
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.laplace.influence import influence
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.network.batches import batches
+from contrastive_curvature.network.in_batches import batches
 from contrastive_curvature.network.inputs import in_memory
 from contrastive_curvature.retriever.answers import Answers, Rate
 from contrastive_curvature.retriever.encoding import (

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contrastive_curvature.decisions.fitted import percent
-from contrastive_curvature.decisions.retrieval import RetrievalThreshold
+from contrastive_curvature.decisions.retrieval_threshold import RetrievalThreshold
 from contrastive_curvature.embedding.known import points_needed
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.retriever.evidence import COLUMNS, FLOOR, Searched

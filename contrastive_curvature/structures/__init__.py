@@ -2,11 +2,11 @@
 
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.removed import refuse_removed
-from contrastive_curvature.structures.base import Clamped, Structure
 from contrastive_curvature.structures.dense import Dense
 from contrastive_curvature.structures.diagonal import Diagonal
 from contrastive_curvature.structures.kron import Kron
 from contrastive_curvature.structures.kron_lowrank import KronLowRank
+from contrastive_curvature.structures.structure import Clamped, Structure
 
 STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Diagonal, Dense, Kron, KronLowRank)}
 """By the name that ``hessian_structure`` takes."""

@@ -19,8 +19,8 @@ from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.structures.base import Against, Clamped, Room, Structure, of_each_weight
 from contrastive_curvature.structures.finite import clamped_matrix, eigenpairs
+from contrastive_curvature.structures.structure import Against, Clamped, Room, Structure, of_each_weight
 
 _MOST_ROUNDING = 0.5
 """Of the prior precision, which alone decides the variances along directions without curvature."""

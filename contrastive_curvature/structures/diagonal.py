@@ -14,7 +14,7 @@ from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.structures.at_features import AtFeatures, DiagonalAtFeatures
-from contrastive_curvature.structures.base import Clamped, Room, Structure, of_each_weight
+from contrastive_curvature.structures.structure import Clamped, Room, Structure, of_each_weight
 
 
 @dataclass(frozen=True, eq=False)

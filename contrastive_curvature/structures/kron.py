@@ -20,8 +20,8 @@ from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.structures.at_features import AtFeatures, AxesAtFeatures
-from contrastive_curvature.structures.base import Clamped, Room, Structure, of_each_weight
 from contrastive_curvature.structures.finite import clamped_matrix, eigenpairs
+from contrastive_curvature.structures.structure import Clamped, Room, Structure, of_each_weight
 
 
 @dataclass(frozen=True, eq=False)

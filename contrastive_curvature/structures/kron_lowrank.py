@@ -19,10 +19,10 @@ from typing_extensions import override
 from contrastive_curvature.network.last_layer import sketch_size
 from contrastive_curvature.network.pullback import KronFactors
 from contrastive_curvature.structures.at_features import AtFeatures, AxesAtFeatures
-from contrastive_curvature.structures.base import Against, Clamped, Room
 from contrastive_curvature.structures.finite import eigenpairs
 from contrastive_curvature.structures.kron import EigenFactors, Kron
 from contrastive_curvature.structures.nystrom import LowRankMoment, low_rank_moment
+from contrastive_curvature.structures.structure import Against, Clamped, Room
 
 
 @dataclass(frozen=True, eq=False)

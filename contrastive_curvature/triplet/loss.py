@@ -10,7 +10,8 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.triplet.divergence import kl_to_normal_of, kl_to_uniform_of
-from contrastive_curvature.triplet.moments import (
+from contrastive_curvature.triplet.probability import log_probability_with
+from contrastive_curvature.triplet.tau_moments import (
     Directed,
     Gaussian,
     check_triplet,
@@ -18,7 +19,6 @@ from contrastive_curvature.triplet.moments import (
     moments_of_vmf,
     spread_of,
 )
-from contrastive_curvature.triplet.probability import log_probability_with
 from contrastive_curvature.vmf.checks import check_dim, unit
 
 

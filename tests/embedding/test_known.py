@@ -24,7 +24,7 @@ from contrastive_curvature.embedding.known import (
     split,
 )
 from contrastive_curvature.embedding.spread import DenseSpread, DiagonalSpread
-from contrastive_curvature.io.serving import module
+from contrastive_curvature.io.serving import served_encoder as module
 from contrastive_curvature.pairs.rows import content_numbers, point_keys
 
 KINDS = ("variance", "covariance")

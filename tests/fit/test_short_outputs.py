@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.state import State
+from contrastive_curvature.fit.part_state import State
 
 N, WIDTH, D, ROW = 40, 6, 3, 23
 SHORT = r"The output of point {} \(counted from 0.* has the norm [\d.e-]+; the typical norm is [\d.]+\. "

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature import register
-from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature, derivatives
+from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature
+from contrastive_curvature.hosts.backpack import module_derivatives as derivatives
 from contrastive_curvature.testing import dense_output_hessian
 
 KRONECKER = ("linear", "no bias", "relu")

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import contrastive_curvature as cc
 from contrastive_curvature.codec import sealed
 from contrastive_curvature.embedding.known import Reference, TrainingGaussians, components, held_out_distances
-from contrastive_curvature.fit.state import State
-from contrastive_curvature.laplace.state import SEALED
+from contrastive_curvature.fit.part_state import State
+from contrastive_curvature.laplace.state_dict import SEALED
 from contrastive_curvature.network import digest
 from contrastive_curvature.posterior import value
 
@@ -480,7 +480,7 @@ def test_only_inputs_of_the_fit_count_as_such(n: int, width: int, monkeypatch: p
     for share in (0.05, 0.2, 1.0):
         fitted_on = x[torch.arange(int(share * m)) * (n // m)]
         with monkeypatch.context() as lower:
-            lower.setattr("contrastive_curvature.posterior.calibration._MOST_FITTED", 0.01)
+            lower.setattr("contrastive_curvature.posterior.p_values._MOST_FITTED", 0.01)
             found = said_to_be_fitted(la, torch.cat([fitted_on, other[: m - len(fitted_on)]]))
         noise = 4 * (share * (1 - kept) / (kept * m)) ** 0.5
         assert share - noise - chance <= found <= share + noise + 0.01, share

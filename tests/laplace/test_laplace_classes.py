@@ -14,7 +14,7 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature.codec import sealed
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.laplace.state import SEALED
+from contrastive_curvature.laplace.state_dict import SEALED
 
 
 def truth() -> ClassCentres:

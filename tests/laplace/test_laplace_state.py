@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.codec import sealed
-from contrastive_curvature.laplace.state import SEALED
+from contrastive_curvature.laplace.state_dict import SEALED
 
 KINDS = [
     *(("last_layer", structure) for structure in ("diag", "kron", "kron_lowrank")),

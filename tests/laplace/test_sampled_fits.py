@@ -12,7 +12,7 @@ from tiny import data, encoder, in_batches
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit import dataset
-from contrastive_curvature.fit.state import State
+from contrastive_curvature.fit.part_state import State
 from contrastive_curvature.losses.logistic import LogisticLoss
 
 pytestmark = [

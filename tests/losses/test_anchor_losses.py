@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import contrastive_curvature as cc
-from contrastive_curvature.losses import rows, triplet_hinge
-from contrastive_curvature.losses.rows import RowLoss
+from contrastive_curvature.losses import row_loss as rows
+from contrastive_curvature.losses import triplet_hinge
+from contrastive_curvature.losses.row_loss import RowLoss
 from contrastive_curvature.losses.sides import joined_towers, two_towers
 from contrastive_curvature.pairs import relation
 from contrastive_curvature.testing.oracle import anchor_hessian, anchor_value, masks_of

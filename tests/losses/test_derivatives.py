@@ -11,7 +11,7 @@ import contrastive_curvature as cc
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses import contrastive
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.dataset import dataset_hessian
+from contrastive_curvature.losses.over_dataset import dataset_hessian
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.pairs import make_relation, relation
 from contrastive_curvature.pairs.rows import Rows

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from contrastive_curvature.losses import sides
 from contrastive_curvature.losses.infonce import InfoNCELoss
-from contrastive_curvature.losses.rows import RowLoss
+from contrastive_curvature.losses.row_loss import RowLoss
 from contrastive_curvature.losses.siglip import SigLIPLoss
 from contrastive_curvature.network.two_towers import TwoTowers
 

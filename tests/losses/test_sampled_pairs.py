@@ -10,9 +10,10 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
-from contrastive_curvature.losses import dataset, pair_derivatives
+from contrastive_curvature.losses import over_dataset as dataset
+from contrastive_curvature.losses import pair_derivatives
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.dataset import DatasetHessian, dataset_hessian
+from contrastive_curvature.losses.over_dataset import DatasetHessian, dataset_hessian
 from contrastive_curvature.pairs.rows import Rows
 
 

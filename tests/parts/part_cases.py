@@ -12,7 +12,7 @@ from tiny import Numbered, encoder, numbers
 from torch import Tensor
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.state import State
+from contrastive_curvature.fit.part_state import State
 from contrastive_curvature.losses.logistic import LogisticLoss
 
 N = 12

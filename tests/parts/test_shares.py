@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import contrastive_curvature as cc
+from contrastive_curvature.fit.part_state import Origin
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.share import Share
-from contrastive_curvature.fit.state import Origin
 
 
 def dataset(n: int, device: str) -> TensorDataset:

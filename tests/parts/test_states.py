@@ -30,8 +30,8 @@ import contrastive_curvature as cc
 from contrastive_curvature import artifact
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit import dataset
-from contrastive_curvature.fit.options import CurvatureOptions
-from contrastive_curvature.fit.state import State
+from contrastive_curvature.fit.curvature_options import CurvatureOptions
+from contrastive_curvature.fit.part_state import State
 from contrastive_curvature.structures import Diagonal
 
 pytestmark = [

@@ -10,7 +10,7 @@ from scipy.stats import binom
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks.promises import CASES, World, answered, simulated
-from contrastive_curvature.decisions.retrieval import RetrievalThreshold
+from contrastive_curvature.decisions.retrieval_threshold import RetrievalThreshold
 from contrastive_curvature.retriever.evidence import COLUMNS, evidence
 from contrastive_curvature.retriever.rule import PRESENT, RIGHT, Rates, Regression, certified
 

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 import contrastive_curvature as cc
 from contrastive_curvature.codec import from_tree, to_tree
-from contrastive_curvature.fit.state import State
+from contrastive_curvature.fit.part_state import State
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.options import PDFix
 from contrastive_curvature.structures import STRUCTURES, Clamped, Structure

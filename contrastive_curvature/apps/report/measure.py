@@ -32,7 +32,7 @@ from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.laplace.advice import LabelWarning
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.laplace.towers import TwoTowerLaplace
+from contrastive_curvature.laplace.tower_posteriors import TwoTowerLaplace
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.progress import Progress
 

@@ -16,7 +16,7 @@ from contrastive_curvature.metrics._checks import check_labels
 from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import check_loader
-from contrastive_curvature.posterior.calibration import RIVALS, rivals
+from contrastive_curvature.posterior.p_values import RIVALS, rivals
 from contrastive_curvature.progress import Progress
 
 MOST_SAMPLED = 2**28

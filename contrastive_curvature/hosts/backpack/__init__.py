@@ -15,7 +15,7 @@ Rules for an extended model, in addition to BackPACK's documentation:
 """
 
 from contrastive_curvature.hosts.backpack.extensions import CurvatureFactor, DiagCurvature
-from contrastive_curvature.hosts.backpack.pullback import BackPackPullback
+from contrastive_curvature.hosts.backpack.host_pullback import BackPackPullback
 
 __all__ = [
     "BackPackPullback",

@@ -13,9 +13,9 @@ from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from torch import Tensor, nn
 
 from contrastive_curvature.hessian.blocks import SignedFactor
-from contrastive_curvature.hosts.backpack.derivatives import check_unit_inputs, hessian_of
+from contrastive_curvature.hosts.backpack.extension_registry import drop_empty_labels
 from contrastive_curvature.hosts.backpack.layers import Layer, check_layer, known_layers, refuse
-from contrastive_curvature.hosts.backpack.registry import drop_empty_labels
+from contrastive_curvature.hosts.backpack.module_derivatives import check_unit_inputs, hessian_of
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network import pullback
 

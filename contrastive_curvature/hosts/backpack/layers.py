@@ -16,7 +16,7 @@ from torch.nn.modules.pooling import _MaxPoolNd
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.sphere import L2Norm
-from contrastive_curvature.hosts.backpack.derivatives import L2NormDerivatives
+from contrastive_curvature.hosts.backpack.module_derivatives import L2NormDerivatives
 
 ADVICE = "Use backend=ContrastiveGGN, which works for any module."
 

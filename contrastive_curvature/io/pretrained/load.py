@@ -24,7 +24,7 @@ from contrastive_curvature.io.pretrained.save import (
     raw_outputs,
 )
 from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.laplace.backends.backend import ContrastiveBackend
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.digest import encoder_digest, state_tensors
 from contrastive_curvature.network.two_towers import TwoTowers

@@ -25,7 +25,7 @@ from contrastive_curvature.codec import TensorTable, packed, to_tree
 from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
-from contrastive_curvature.laplace.options import known_options
+from contrastive_curvature.laplace.arguments import known_options
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.digest import encoder_digest, state_tensors, tensor_bytes
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode

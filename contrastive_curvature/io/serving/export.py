@@ -15,7 +15,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import final_target, write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.io.serving.module import ServedEncoder, refusing
+from contrastive_curvature.io.serving.served_encoder import ServedEncoder, refusing
 from contrastive_curvature.network.inputs import (
     asks_for_example,
     check_inputs,

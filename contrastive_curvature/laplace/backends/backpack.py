@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from contrastive_curvature.hosts.backpack.pullback import BackPackPullback
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.hosts.backpack.host_pullback import BackPackPullback
+from contrastive_curvature.laplace.backends.backend import ContrastiveBackend
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.pullback import Pullback
 

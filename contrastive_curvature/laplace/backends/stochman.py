@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from contrastive_curvature.hosts.stochman.sweep import StochManPullback
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.laplace.backends.backend import ContrastiveBackend
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.pullback import Pullback
 

@@ -25,7 +25,7 @@ from contrastive_curvature.fit.readers import check_usable
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, PartOfDerivatives
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses.rows import RowLoss
+from contrastive_curvature.losses.row_loss import RowLoss
 from contrastive_curvature.losses.sides import joined_towers, two_towers
 from contrastive_curvature.network.inputs import Inputs, input_length, is_texts
 from contrastive_curvature.network.last_layer import LastLayerPullback

@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks, SignedFactor
+from contrastive_curvature.hosts.backpack.backward_passes import HostedEncoder, Pass
 from contrastive_curvature.hosts.backpack.extensions import CurvatureFactor, DiagCurvature, SignedExtension
 from contrastive_curvature.hosts.backpack.layers import ADVICE
-from contrastive_curvature.hosts.backpack.passes import HostedEncoder, Pass
 from contrastive_curvature.network import pullback
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs

@@ -30,14 +30,14 @@ from contrastive_curvature.errors import InputTypeError, UnsupportedError
 from contrastive_curvature.fit.anchors import ANCHORS
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BATCHES
+from contrastive_curvature.fit.curvature_options import CurvatureOptions
 from contrastive_curvature.fit.dataset import DATASET, refuse_cross_terms_in_parts
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Slope, fit
 from contrastive_curvature.fit.mc_samples import make_sampler, term_of
-from contrastive_curvature.fit.options import CurvatureOptions
+from contrastive_curvature.fit.part_state import CURVATURE, STATISTICS, Origin, State, check_identity, digest_of
 from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.processes import curvature_of, finish_parts, statistics_of
 from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
-from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Origin, State, check_identity, digest_of
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.advice import LabelRange
 from contrastive_curvature.network.digest import encoder_digest

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.blocks import SignedFactor
 from contrastive_curvature.hessian.sphere import L2Norm
-from contrastive_curvature.hosts.backpack.derivatives import (
+from contrastive_curvature.hosts.backpack.module_derivatives import (
     L2NormDerivatives,
     PairLossDerivatives,
     check_unit_inputs,

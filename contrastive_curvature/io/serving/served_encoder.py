@@ -20,7 +20,7 @@ from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.network.encoder import at_least_float32
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import full_precision
-from contrastive_curvature.posterior.calibration import example, present_calibration
+from contrastive_curvature.posterior.p_values import example, present_calibration
 from contrastive_curvature.posterior.value import spread_at
 from contrastive_curvature.structures.at_features import DenseAtFeatures
 from contrastive_curvature.vmf.estimation import concentration_of_variance

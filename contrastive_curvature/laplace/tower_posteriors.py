@@ -15,12 +15,12 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.loop import Fit, fit
 from contrastive_curvature.fit.passes import Passes
-from contrastive_curvature.fit.towers import TOWERS, TowerBatch, TowerReader, read_towers, towers_product
+from contrastive_curvature.fit.tower_batches import TOWERS, TowerBatch, TowerReader, read_towers, towers_product
 from contrastive_curvature.laplace.advice import advise_on_processes
-from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.laplace.arguments import CONTRASTIVE
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.laplace.state import load_state
-from contrastive_curvature.losses.rows import RowLoss
+from contrastive_curvature.laplace.state_dict import load_state
+from contrastive_curvature.losses.row_loss import RowLoss
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import slice_inputs
 from contrastive_curvature.network.loader import check_loader, first_batch, in_fixed_order
@@ -48,7 +48,7 @@ class TwoTowerLaplace:
         hessian_structure: ``"diag"``, ``"kron"`` or ``"full"``.
         *args: As for ``laplace.Laplace``; both towers get the same arguments.
         **kwargs: The same by name. ``backend_kwargs`` must have the ``loss`` that the towers were trained with: a loss
-            of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`). ``last_layer_name`` may be two names.
+            of anchors (:class:`~contrastive_curvature.losses.row_loss.RowLoss`). ``last_layer_name`` may be two names.
 
     Attributes:
         a: Posterior of the first tower; ``la.a(x)`` predicts.

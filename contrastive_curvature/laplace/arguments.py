@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.fit.options import CurvatureOptions
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.fit.curvature_options import CurvatureOptions
+from contrastive_curvature.laplace.backends.backend import ContrastiveBackend
 from contrastive_curvature.options import PDFix
 from contrastive_curvature.structures import KronLowRank, Structure
 

@@ -291,7 +291,7 @@ _HELD_ELEMENTS = 2**24
 
 
 class RowDerivatives(CosineDerivatives):
-    """``y``, ``c`` and the roots of a :class:`~contrastive_curvature.losses.rows.RowLoss`.
+    """``y``, ``c`` and the roots of a :class:`~contrastive_curvature.losses.row_loss.RowLoss`.
 
     A pair of points has the weight ``y_ij = -(dL/ds_ij + dL/ds_ji)``, and ``c`` likewise.
 
