@@ -46,15 +46,14 @@ from contrastive_curvature.laplace.advice import (
 from contrastive_curvature.laplace.arguments import CONTRASTIVE, check_options, class_and_options, given_options
 from contrastive_curvature.laplace.backends.backend import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.laplace.state_dict import load_state, state_of
-from contrastive_curvature.network import in_batches as batches
+from contrastive_curvature.network import in_batches
 from contrastive_curvature.network.call import refuse_compiled
 from contrastive_curvature.network.digest import Watch
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, made_up_inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_model, check_not_empty, in_fixed_order, read_views
 from contrastive_curvature.pairs.relation import check_labels
-from contrastive_curvature.posterior import p_values as calibration
-from contrastive_curvature.posterior import predict
+from contrastive_curvature.posterior import p_values, predict
 from contrastive_curvature.posterior.predict import LinearizedEncoder
 from contrastive_curvature.posterior.prior import (
     PriorMethod,
@@ -703,7 +702,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
         Source: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005 (4.6 for ``by_class``).
         """
-        self._value = calibration.calibrated(self.posterior, self.read, loader, progress_bar, score, by_class)
+        self._value = p_values.calibrated(self.posterior, self.read, loader, progress_bar, score, by_class)
 
     def set_score(self, score: Callable[[EmbeddingDistribution], Any]) -> None:
         """Set the score function of a loaded posterior, because a file cannot hold functions.
@@ -717,7 +716,7 @@ class ContrastiveLaplace(ParametricLaplace):
                 calibration.
             InputError: The function has another name, or the calibration needs no function.
         """
-        self._value = calibration.with_score(self.posterior, score)
+        self._value = p_values.with_score(self.posterior, score)
 
     def __call__(
         self,
@@ -835,7 +834,7 @@ class ContrastiveLaplace(ParametricLaplace):
         self._advise_on_prior()
         validate.count("batch_size", batch_size)
         run = partial(self, n_samples=n_samples, generator=generator, on_invalid=on_invalid)
-        predictions = batches.results(run, self.model, data, "data", batch_size, progress_bar, "[predict]")
+        predictions = in_batches.results(run, self.model, data, "data", batch_size, progress_bar, "[predict]")
         return EmbeddingDistribution.cat(list(predictions))
 
     def _advise_on_prior(self) -> None:
