@@ -23,6 +23,7 @@ from benchmarks import (
     influence,
     machine,
     output_products,
+    research,
     scale,
     serving,
     steps,
@@ -211,6 +212,15 @@ def test_the_delay_of_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_picture_of_drift_is_of_the_page(tmp_path: Path) -> None:
     drift_picture.main(["--out", str(tmp_path / "drift.png")])
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_research_is_measured_and_drawn_in_small(tmp_path: Path) -> None:
+    research.main(["--quick", "--out", str(tmp_path), "--picture", str(tmp_path / "research.png")])
+    cases = json.loads((tmp_path / "research.json").read_text(encoding="utf-8"))["cases"]
+    assert len(cases) == 6
+    assert all(case["ours"] > 0 and case["autograd"] > 0 for case in cases)
+    assert (tmp_path / "research.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_influence_adds_a_column_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
