@@ -88,7 +88,7 @@ def main() -> None:
     part = np.random.default_rng(0).permutation(len(x)) % 3
     train, held, test = (known & (part == k) for k in range(3))
     retriever = cc.Retriever(trained(x[train], y[train]), wrong_answers=0.02, false_matches=0.05, false_alarms=0.02)
-    retriever.fit(x[train], y[train], held_out=(x[held], y[held]))
+    retriever.fit(x[train], y[train], held_out=(x[held], y[held]), train=trained)
     rows = {
         "digits 0 to 7": shares(retriever(x[test]), y[test]),
         "digits 8 and 9, never shown": shares(retriever(x[~known]), None),

@@ -15,7 +15,7 @@ from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.network.inputs import slice_inputs
 from contrastive_curvature.retriever.encoding import embedded, fitted_posterior
 from contrastive_curvature.retriever.reading import are_inputs, labels_of, read
-from contrastive_curvature.retriever.rule import PRESENT, Ranks, Rates, crossfitted
+from contrastive_curvature.retriever.rule import PRESENT, Ranks, Rates, Regression
 from contrastive_curvature.retriever.state import RetrieverState, coded
 
 Pair = tuple[Any, Any]
@@ -28,7 +28,8 @@ def ranks(
 ) -> Ranks:
     """Train once without each quarter of the classes, and rank their held-out queries among those of the other classes.
 
-    A limit is then a share of the known queries, which means the same for every encoder; a limit of scores does not.
+    Their scores come from a regression on the other three trainings. A limit is then a share of the known queries,
+    which means the same for every encoder; a limit of scores does not.
 
     Args:
         train: As of :meth:`.Retriever.fit`.
@@ -40,10 +41,9 @@ def ranks(
     for argument, (inputs, _) in {"x": x, "held_out": held, "gallery": gallery or x}.items():
         if not are_inputs(inputs):
             raise InputTypeError(argument, "inputs in memory for train", f"a {type(inputs).__name__}")
-    names = labels_of("x", x[1]) + labels_of("held_out", held[1])
-    labels = coded((), names)[0]
+    labels = coded((), labels_of("held_out", held[1]))[0]
     if len(labels) < _FOLDS:
-        raise InputError("train", f"at least {_FOLDS} classes", len(labels))
+        raise InputError("train", f"held-out queries of at least {_FOLDS} classes", len(labels))
     fold = np.random.default_rng(0).permutation(len(labels)) % _FOLDS
     found, classes = [], []
     for k in range(_FOLDS):
@@ -62,13 +62,20 @@ def ranks(
         rates = Rates(None, 0.5, None, 0.9)
         queries, of = run("held_out", *others(held))
         state = RetrieverState.fitted(rates, posterior, points, points_of, queries, of, None)
-        known, absent = state.compared(state.held, state.truth, None)
-        near = np.sort(crossfitted(known.present, known.right, absent.present, PRESENT)[1])
+        known = state.compared(state.held, state.truth, None)[0]
         queries, of = run("held_out", *inside(held))
-        score = state.rule.present(state.searched(queries, None)[0].present)
-        found.append(np.searchsorted(near, score, side="right") / len(near))
+        found.append((known.evidence, known.right, state.searched(queries, None)[0].evidence))
         classes.append(coded(labels, of)[1].numpy())
-    return Ranks(np.concatenate(found), np.concatenate(classes))
+
+    def fitted(folds: list[Any]) -> Regression:
+        held_out, right, unseen = (np.concatenate(part) for part in zip(*folds, strict=True))
+        return Regression.fitted(held_out, right, unseen, *PRESENT)
+
+    shares = []
+    for k, (held_out, _, unseen) in enumerate(found):
+        present = fitted(found[:k] + found[k + 1 :])
+        shares.append(np.searchsorted(np.sort(present(held_out)), present(unseen), side="right") / len(held_out))
+    return Ranks(np.concatenate(shares), np.concatenate(classes), fitted(found))
 
 
 def _part(pair: Pair, left: set[Hashable], inside: bool) -> Pair:

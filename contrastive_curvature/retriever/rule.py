@@ -110,10 +110,12 @@ class Ranks(NamedTuple):
     Attributes:
         ranks: Shares of the held-out queries whose score is at most that of the query, shape (N,).
         classes: Numbers of the queries' classes, int64, shape (N,).
+        present: Regression that separates right matches from such queries.
     """
 
     ranks: _Numbers
     classes: NDArray[np.int64]
+    present: Regression
 
 
 class Statement(NamedTuple):
@@ -160,6 +162,7 @@ class Rule:
         limit: Largest score of ``right`` that is answered.
         present: Regression that separates right matches from matches of queries whose class is taken out.
         present_limit: Largest score of ``present`` that is answered.
+        further: A second such regression, from other trainings, and its largest score; ``None`` without them.
         novelties: Novelties of the held-out queries, ascending, shape (N,).
         false_alarms: Largest p-value that is called unknown; ``None`` if no query is called unknown.
         answered: Share of the held-out queries that are answered.
@@ -173,6 +176,7 @@ class Rule:
     limit: float
     present: Regression
     present_limit: float
+    further: tuple[Regression, float] | None
     novelties: _Numbers
     false_alarms: float | None
     answered: float
@@ -193,7 +197,7 @@ class Rule:
 
     def decision(self, found: Searched) -> NDArray[np.str_]:
         """Return ``"answer"``, ``"unsure"`` or ``"unknown"``, shape (N,)."""
-        has_class = _within(self.present(found.present), self.present_limit, found)
+        has_class = _within(self.present(found.present), self.present_limit, self.further, found)
         sure = (self.right(found.evidence) <= self.limit) & has_class
         answered = np.where(sure, "answer", "unsure")
         if self.false_alarms is None:
@@ -227,7 +231,7 @@ def certified(
             that the limit is too high, but not that a higher limit would do.
         ceiling: Largest limit of ``right`` under which the feedback was answered, for the same score.
         unseen: Queries of classes that neither the encoder nor the gallery has, or their ranks among the held-out
-            queries. They set the limit of ``present``; ``None`` for the held-out queries without their class.
+            queries. The limit of ``present`` keeps the rate for them too; ``None`` if there are none.
 
     Source: Angelopoulos et al. (2022), arXiv 2208.02814, for ``by_class``.
     """
@@ -241,41 +245,52 @@ def certified(
         if 1 / (n + 1) > rates.false_alarms:
             reasons["false_alarms"] = f"no query is unknown: {_needs(rates.false_alarms, n)}"
     limit = present_limit = math.inf
+    further: tuple[Regression, float] | None = None
+    nothing = False
     statement = None
     if (rate := rates.false_matches) is not None:
-        taken_out, scores, of = near, np.where(known, lacking, np.inf), held.classes
-        usual = _largest(rates, scores, of)
+        # With queries of new classes, those of classes taken out of the gallery count one by one.
+        usual = rates._replace(by_class=rates.by_class and unseen is None)
+
+        def largest_taken_out(lacking: _Numbers) -> float:
+            return _largest(usual, np.where(known, lacking, np.inf), held.classes)
+
+        above = near, lacking
         if held.below is not None:
-            _, taken_out, lacking = crossfitted(held.evidence, held.right, absent.evidence, PRESENT)
-            usual = _largest(rates, np.where(known, lacking, np.inf), of)
-        if isinstance(unseen, Searched):
-            told = rates.false_alarms is None or _p_value(novelties, unseen.novelty) > rates.false_alarms
-            may = told & _within(present(unseen.present), np.inf, unseen)
-            scores, of = np.where(may, present(unseen.present), np.inf), unseen.classes
+            above = crossfitted(held.evidence, held.right, absent.evidence, PRESENT)[1:]
+        answered_above = float((above[0] <= largest_taken_out(above[1])).mean())
+        if isinstance(unseen, Ranks):
+            scores, of, new = unseen
+            largest = _largest(rates, scores, of)
+            k = math.floor(min(largest, 1) * n + 1e-9) if largest > 0 else 0
+            further = new, float(np.sort(new(held.present))[k - 1]) if k else -math.inf
         elif unseen is not None:
-            scores, of = unseen
-        present_limit = largest = _largest(rates, scores, of)
-        if isinstance(unseen, Ranks) and math.isfinite(largest):
-            k = math.floor(largest * n + 1e-9)
-            present_limit = float(np.sort(near)[k - 1]) if k else -math.inf
+            told = rates.false_alarms is None or _p_value(novelties, unseen.novelty) > rates.false_alarms
+            may = told & _within(present(unseen.present), math.inf, None, unseen)
+            scores, of = np.where(may, present(unseen.present), np.inf), unseen.classes
+            present_limit = largest = _largest(rates, scores, of)
+        else:
+            scores, of = np.where(known, lacking, np.inf), held.classes
+            largest = _largest(rates, scores, of)
+        present_limit = min(present_limit, largest_taken_out(lacking))
         c = len(np.unique(of))
         average = (_by_class((scores <= largest) & np.isfinite(scores), of).sum() + 1) / (c + 1)
         assumed = held.below is None and unseen is None
         holds = HOLDS[2 if assumed else 0 if rates.by_class else 1]
-        statement = Statement(holds, c, average, float((taken_out <= usual).mean()))
-        if present_limit == -math.inf:
-            hint = _needs_classes(rate, c) if rates.by_class else _needs(rate, len(scores))
+        statement = Statement(holds, c, average, answered_above)
+        if nothing := -math.inf in (present_limit, *(further or ())):
+            hint = _needs_classes(rate, c) if rates.by_class else _needs(rate, min(n, len(scores)))
             reasons["false_matches"] = f"nothing is answered: {hint}"
-    has_class = _within(near, present_limit, held)
+    has_class = _within(near, present_limit, further, held)
     left = known & has_class
-    if rates.wrong_answers is not None and present_limit > -math.inf:
+    if rates.wrong_answers is not None and not nothing:
         threshold = rates.threshold()
         scores, correct = score[left], is_right[left]
         try:
             limit = threshold.fit(scores, correct).threshold
             if feedback is not None:
                 limit = min(limit, ceiling)
-                answered = _within(present(feedback.present), present_limit, feedback)
+                answered = _within(present(feedback.present), present_limit, further, feedback)
                 scores = np.append(scores, right(feedback.evidence[answered]))
                 correct = np.append(correct, feedback.right[answered])
                 limit = threshold.fit(scores[scores <= limit], correct[scores <= limit]).threshold
@@ -299,8 +314,8 @@ def certified(
     share = float((left & (score <= limit)).mean())
     in_gallery = float((held.evidence[:, 0] < _SAME).mean())
     return Rule(
-        right, limit, present, present_limit, novelties, rates.false_alarms, share, kept_back, reasons, in_gallery,
-        statement,
+        right, limit, present, present_limit, further, novelties, rates.false_alarms, share, kept_back, reasons,
+        in_gallery, statement,
     )  # fmt: skip
 
 
@@ -341,12 +356,17 @@ def _by_class(happened: NDArray[np.bool_], classes: NDArray[np.int64]) -> _Numbe
     return np.array([happened[classes == k].mean() for k in np.unique(classes)])
 
 
-def _within(present: _Numbers, limit: float, found: Searched) -> NDArray[np.bool_]:
+def _within(
+    present: _Numbers, limit: float, further: tuple[Regression, float] | None, found: Searched
+) -> NDArray[np.bool_]:
     """Return whether queries may be answered for all that is known of ``false_matches``, shape (N,).
 
     Below a head, the match must also have the class of the match that is answered.
     """
-    return present <= limit if found.same is None else (present <= limit) & found.same
+    near = present <= limit
+    if further is not None:
+        near &= further[0](found.present) <= further[1]
+    return near if found.same is None else near & found.same
 
 
 def _p_value(novelties: _Numbers, novelty: _Numbers) -> _Numbers:
