@@ -133,7 +133,7 @@ def test_tools_of_the_host(pd_fix: str, distance: str) -> None:
         assert close(inverted @ b, wanted, tolerance=1e-8)
 
 
-@covering(1, mode=["mean", "sum", "max"], padding=[None, -2], weighted=[False, True])
+@covering(2, mode=["mean", "sum", "max"], padding=[None, -2], weighted=[False, True])
 def test_bags_of_embeddings(mode: str, padding: int | None, weighted: bool) -> None:
     """Torch has no second derivative of them, through which a product with the Jacobian goes."""
 
