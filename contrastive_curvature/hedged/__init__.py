@@ -11,7 +11,7 @@ or dimension, NaN and infinity, a number that is not positive, an unknown option
 
 from __future__ import annotations
 
-from contrastive_curvature.hedged.match_probability import (
+from contrastive_curvature.hedged.matching import (
     MatchParameters,
     match_logits,
     match_probability,

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.hedged.match_probability import (
+from contrastive_curvature.hedged.matching import (
     check_mixture,
     check_points,
     match_logits,
@@ -19,8 +19,8 @@ from contrastive_curvature.hedged.match_probability import (
     stratified_samples,
 )
 from contrastive_curvature.triplet.divergence import excess
+from contrastive_curvature.triplet.gaussian_moments import check_pair
 from contrastive_curvature.triplet.loss import reduced
-from contrastive_curvature.triplet.tau_moments import check_pair
 from contrastive_curvature.vmf.checks import broadcast_batch, same_dim
 
 

@@ -14,9 +14,9 @@ or dimension, batch shapes that do not broadcast, NaN and infinity, a negative o
 from __future__ import annotations
 
 from contrastive_curvature.triplet.divergence import kl_to_normal, kl_to_uniform
+from contrastive_curvature.triplet.gaussian_moments import TauMoments, tau_moments, tau_moments_vmf
 from contrastive_curvature.triplet.loss import bayesian_triplet_loss
 from contrastive_curvature.triplet.probability import log_normal_cdf, log_probability
-from contrastive_curvature.triplet.tau_moments import TauMoments, tau_moments, tau_moments_vmf
 
 __all__ = [
     # three embeddings -> tau -> its probability

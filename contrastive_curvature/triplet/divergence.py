@@ -9,7 +9,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.triplet.tau_moments import Gaussian, check_gaussian
+from contrastive_curvature.triplet.gaussian_moments import Gaussian, check_gaussian
 from contrastive_curvature.vmf.checks import check_dim, check_kappa
 from contrastive_curvature.vmf.density import of_kappa
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.triplet.divergence import kl_to_normal_of, kl_to_uniform_of
-from contrastive_curvature.triplet.probability import log_probability_with
-from contrastive_curvature.triplet.tau_moments import (
+from contrastive_curvature.triplet.gaussian_moments import (
     Directed,
     Gaussian,
     check_triplet,
@@ -19,6 +18,7 @@ from contrastive_curvature.triplet.tau_moments import (
     moments_of_vmf,
     spread_of,
 )
+from contrastive_curvature.triplet.probability import log_probability_with
 from contrastive_curvature.vmf.checks import check_dim, unit
 
 
@@ -53,7 +53,7 @@ def bayesian_triplet_loss(
     """Return the negative log-probability of triplets plus the weighted divergences of their embeddings to the prior.
 
     ``-log P(|a - p|^2 + margin < |a - n|^2) + kl_weight [KL(a) + KL(p) + KL(n)]`` per triplet; the first part
-    approximates tau as normal, with the moments of :func:`~contrastive_curvature.triplet.tau_moments` or
+    approximates tau as normal, with the moments of :func:`~contrastive_curvature.triplet.gaussian_moments` or
     :func:`~contrastive_curvature.triplet.tau_moments_vmf`. The documents call this loss an evidence lower bound, but it
     is not; see ``docs/other_methods.md``.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError
-from contrastive_curvature.triplet.tau_moments import TauMoments, check_triplet, moments_of
+from contrastive_curvature.triplet.gaussian_moments import TauMoments, check_triplet, moments_of
 
 # Beyond -_TAIL the continued fraction is used; with _LEVELS levels its error is below 1e-15, measured with mpmath.
 _TAIL = 5.0

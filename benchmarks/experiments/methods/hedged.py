@@ -20,7 +20,7 @@ from contrastive_curvature.hedged import (
     match_probability,
     stratified_samples,
 )
-from contrastive_curvature.hedged.match_probability import inverse_softplus
+from contrastive_curvature.hedged.matching import inverse_softplus
 
 _FLOOR = 1e-6
 """Smallest variance, so that divergences stay finite."""

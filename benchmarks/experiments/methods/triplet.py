@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 from benchmarks.experiments.data import RetrievalData, Split
 from benchmarks.experiments.training import Fitted, Prediction, Setting, encode, train, unit
 from contrastive_curvature import metrics, vmf
-from contrastive_curvature.hedged.match_probability import inverse_softplus
+from contrastive_curvature.hedged.matching import inverse_softplus
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.metrics.neighbors import Metric
 from contrastive_curvature.pairs.relation import make_target_relation
