@@ -53,7 +53,7 @@ def bayesian_triplet_loss(
     """Return the negative log-probability of triplets plus the weighted divergences of their embeddings to the prior.
 
     ``-log P(|a - p|^2 + margin < |a - n|^2) + kl_weight [KL(a) + KL(p) + KL(n)]`` per triplet; the first part
-    approximates tau as normal, with the moments of :func:`~contrastive_curvature.triplet.gaussian_moments` or
+    approximates tau as normal, with the moments of :func:`~contrastive_curvature.triplet.tau_moments` or
     :func:`~contrastive_curvature.triplet.tau_moments_vmf`. The documents call this loss an evidence lower bound, but it
     is not; see ``docs/other_methods.md``.
 

@@ -100,7 +100,8 @@ def test_answers_say_what_the_search_says(retriever: cc.Retriever) -> None:
         "from 300 held-out queries); at most 20 % of such queries are answered where the gallery lacks their class, "
         "on average; these are 5 classes taken out of the gallery: if the encoder was trained on them, more queries "
         "are answered of classes that nobody knows (nearly as few from about 60 classes on); at most 5 % of them are "
-        "called unknown, on average; kept back: 26.7 % by false_matches, 12.3 % by wrong_answers, 4.67 % by false_alarms"
+        "called unknown, on average; kept back: 26.7 % by false_matches, 12.3 % by wrong_answers, 4.67 % by "
+        "false_alarms"
     )
     assert repr(retriever) == text
     assert retriever.answered > 0.2
