@@ -339,7 +339,7 @@ MUTANTS = [
       "bounds = [(None, None) for sign in COLUMNS.values()]",
       "retriever/test_promises.py::test_weights_are_those_of_scikit_learn_where_no_sign_binds"),
     M("one score decides", "answered: both scores within their limits", "retriever/rule.py",
-      "sure = (self.right(found.evidence) <= self.limit) & has_class", "sure = self.right(found.evidence) <= self.limit",
+      "(self.right(found.evidence) <= self.limit) & has_class", "self.right(found.evidence) <= self.limit",
       "retriever/test_retriever.py::test_answers_say_what_the_search_says"),
     M("scores of the queries that fitted them", "a fold is scored by the others", "retriever/rule.py",
       "inside, others = fold == k, fold != k", "inside, others = fold == k, fold >= 0",

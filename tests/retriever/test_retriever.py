@@ -98,9 +98,10 @@ def test_answers_say_what_the_search_says(retriever: cc.Retriever) -> None:
     text = (
         f"answers {100 * retriever.answered:.3g} % of queries; at most 20 % of the answers are wrong (90 % confidence, "
         "from 300 held-out queries); at most 20 % of such queries are answered where the gallery lacks their class, "
-        "on average; these are 5 classes taken out of the gallery: if the encoder was trained on them, more queries are "
-        "answered of classes that nobody knows (nearly as few from about 60 classes on); at most 5 % of them are called "
-        "unknown, on average; kept back: 26.7 % by false_matches, 12.3 % by wrong_answers, 4.67 % by false_alarms"
+        "on average; these are 5 classes taken out of the gallery: if the encoder was trained on them, more queries "
+        "are answered of classes that nobody knows (nearly as few from about 60 classes on); at most 5 % of them are "
+        "called unknown, on average; kept back: 26.7 % by false_matches, 12.3 % by wrong_answers, 4.67 % by "
+        "false_alarms"
     )
     assert repr(retriever) == text
     assert retriever.answered > 0.2
