@@ -58,7 +58,8 @@ class Retriever:
     - ``wrong_answers``: at most this share of the answers is wrong, with probability ``confidence_level`` over the
       held-out queries. An answer is also wrong if the gallery lacks the query's class.
     - ``false_matches``: at most this share of such queries is answered if their class is taken out of the gallery, on
-      average. More may be answered of kinds that neither the encoder nor the held-out queries know.
+      average. For classes that nobody knows it holds with a head, or with ``new_classes`` or ``train`` of
+      :meth:`fit`, on average over classes; :attr:`statement` says how far.
     - ``false_alarms``: at most this share of such queries is called unknown, on average.
 
     The first two are tested with scores from other held-out queries, and hold in simulations (``docs/statistics.md``);
@@ -81,7 +82,12 @@ class Retriever:
         confidence_level: In (0, 1).
         head: Whether ``fit`` trains a head of two layers on the outputs of the encoder, or on the embeddings, and fits
             a posterior to the head: for an encoder that was not trained on ``x`` and ``y``. It takes seconds, and the
-            same inputs give the same head.
+            same inputs give the same head. ``false_matches`` then limits what the outputs below the head say, where
+            no class was trained, and a query is answered only if its nearest point there has the class of the match.
+            These outputs are kept and searched one by one. If more held-out queries have a right match without the
+            head, it is not used, and a warning says so.
+        by_class: Whether ``false_matches`` limits the mean over classes by risk control over classes, which takes
+            ``1 / false_matches - 1`` classes with queries that are held out, and answers fewer queries.
         index: Index that is searched in place of the gallery, see :class:`.Index`. It holds the embeddings of the
             gallery, with the identifiers of :class:`Answers`. Add and remove points in both, first in the index. The
             embeddings are ``la(x).mu``, or the normalised inputs without a posterior.
@@ -90,7 +96,8 @@ class Retriever:
         InputTypeError: The encoder is not an encoder, or a rate is not a number.
         InputError: A rate is not in (0, 1), or ``head`` is true for a fitted posterior.
 
-    Source: Angelopoulos et al. (2021), arXiv 2110.01052, for the limits; Lowe (2004) for the gap to another class.
+    Source: Angelopoulos et al. (2021), arXiv 2110.01052, for the limits, and (2022), arXiv 2208.02814, for
+    ``by_class``; Lowe (2004) for the gap to another class.
     """
 
     def __init__(
@@ -195,11 +202,11 @@ class Retriever:
             groups: Groups of the held-out queries, N numbers or strings, where queries depend on each other: pictures
                 of one person, paraphrases of one question. One query of each group, drawn at random, is held out.
             new_classes: ``(inputs, labels)``, or a loader: queries of classes that neither the encoder nor the gallery
-                has. They set the limit of ``false_matches``, in place of classes taken out of the gallery.
+                has. The limit of ``false_matches`` then keeps the rate for them too.
             train: A function of inputs and labels that trains an encoder as yours was trained, and returns it. It is
-                called four times, without a quarter of the classes each, whose held-out queries then set the limit of
-                ``false_matches``. All data must be in memory. Later changes of the gallery keep the share of the known
-                queries that this limit answers.
+                called four times, without a quarter of the classes each, whose held-out queries then set a second limit
+                of ``false_matches``. All data must be in memory. Later changes of the gallery keep the share of the
+                known queries that this limit answers.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
@@ -215,8 +222,8 @@ class Retriever:
                 inputs, because it was loaded or is not of the last layer; or it changed after its calibration.
 
         Warns:
-            UserWarning: Nothing is answered, most held-out queries are in the gallery, or some are repetitions of
-                others, which count once: independent draws alone tell how sure the rates are.
+            UserWarning: Nothing is answered, a head is not used, most held-out queries are in the gallery, or some are
+                repetitions of others, which count once: independent draws alone tell how sure the rates are.
             OptimisticPValueWarning: Held-out queries are among the training inputs.
         """
         x, queries = in_memory(x, "x"), pair("held_out", held_out)
