@@ -214,7 +214,9 @@ def test_queries_of_new_classes_set_the_limit(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no rate covers"):
         loaded.add(new[0][:40], new[1][:40])
     assert same(loaded(ASKED[0]), retriever(ASKED[0]))
-    assert retriever._now.rule.statement.classes == 2
+    queries, of = retriever._now.unseen
+    within = retriever._now.rule.present(retriever._now.compared(queries, of, None)[1].present)
+    assert (within <= retriever._now.rule.present_limit).mean() == pytest.approx(0.1, abs=0.02)
     assert same(retriever.remove(rows)(ASKED[0]), fitted(new_classes=new)(ASKED[0]))
     assert same(cc.Retriever.load(retriever.save(tmp_path / "again"), own())(ASKED[0]), retriever(ASKED[0]))
 
