@@ -83,10 +83,6 @@ def check_options(
         wanted = "ContrastiveGGN, BackPackContrastiveGGN or StochManContrastiveGGN of contrastive_curvature"
         hint = "Leave it out for ContrastiveGGN. A backend of your own is a subclass of ContrastiveBackend."
         raise InputTypeError("backend", wanted, f"{backend}", hint)
-    if backend is not None and host_kwargs.get("enable_backprop") and not backend.keeps_graph:
-        raise UnsupportedError(
-            f"enable_backprop=True: {backend.__name__} keeps no graph. Use backend=ContrastiveGGN, or leave it out."
-        )
     for name, value in host_kwargs.items():
         if name not in (*_NOT_OF_EMBEDDINGS, "enable_backprop"):
             near = difflib.get_close_matches(name, arguments, 1)

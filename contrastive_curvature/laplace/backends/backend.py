@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from laplace.curvature.curvature import GGNInterface
@@ -97,9 +97,6 @@ class ContrastiveBackend(GGNInterface, ABC):
     Raises:
         InputError: An option is unknown or out of range.
     """
-
-    keeps_graph: ClassVar[bool] = True
-    """Whether ``enable_backprop`` is accepted: predictions with a graph take torch's own Jacobians."""
 
     sketches_inputs: bool = False
     """Whether the input factor of a last layer's Kronecker pair is a sketch; a posterior of low rank asks for it."""
