@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -153,12 +154,15 @@ class MatrixBlock(ParameterBlock):
             return (squares.T @ self.inputs[:, 0, 0].square()).flatten()
         out = b.new_zeros(self.size)
         step = max(1, min(self.n, _CACHE_ELEMENTS // self.size))
-        # One buffer: new memory for every chunk would take as long as the products.
+        # One buffer: new memory for every chunk would take as long as the products. Forward mode, for derivatives in
+        # numbers of the loss, cannot write into it.
         buffer = b.new_empty(step * self.groups, self.channels, self.width)
+        forward_mode = forward_ad.unpack_dual(b).tangent is not None
         for column, sign in zip(b.unbind(), signs.unbind(), strict=True):
             for rows in chunks(len(sign), step):
                 few = column[rows].flatten(0, 1).mT
-                jacobian = torch.bmm(few, self.inputs[rows].flatten(0, 1), out=buffer[: len(few)])
+                into = None if forward_mode else buffer[: len(few)]
+                jacobian = torch.bmm(few, self.inputs[rows].flatten(0, 1), out=into)
                 out.addmv_(jacobian.view(-1, self.size).square_().T, sign[rows])
         return out
 

@@ -44,7 +44,10 @@ _COMPARES_WITH_TRAINING = (
     f"p_value: la is not calibrated, and compares with inputs of the training. {OPTIMISTIC} {CALIBRATE}"
 )
 
-_NOTHING = f"p_value: la is not calibrated, and has no inputs of a fit at the present weights. {CALIBRATE}"
+_NOTHING = (
+    "p_value: la is not calibrated, and has no training inputs to compare with: only the fit of a last layer keeps "
+    f"some, for its present weights. {CALIBRATE}"
+)
 
 _OUTDATED = (
     "p_value: la was calibrated for another posterior: since then its prior precision, its temperature or the "

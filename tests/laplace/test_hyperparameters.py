@@ -62,6 +62,23 @@ def test_numbers_of_a_loss(kind: Any, options: dict[str, float], weights: str, s
     assert bool((found != 0).all())
 
 
+@each("structure", ["diag", "kron", "full"])
+def test_numbers_of_a_loss_through_a_convolution(structure: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y = torch.randn(20, 2, 4, 4, dtype=torch.float64), torch.arange(20) % 4
+
+    def of(temperature: Any) -> Tensor:
+        loss = cc.InfoNCELoss(temperature)
+        la: Any = Laplace(net, "contrastive", "all", structure, prior_precision=2.0, backend_kwargs={"loss": loss})
+        la.fit([(x, y)])
+        return la.log_marginal_likelihood()
+
+    number = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(of(number), number)
+    assert torch.allclose(found, differences(of, [0.4]), rtol=1e-6)
+
+
 def test_temperature_prior_precision_and_margin_together() -> None:
     def of(margin: Any, temperature: Any, prior: Any) -> Tensor:
         return evidence(cc.ContrastiveLoss(margin, pd_fix="psd"), "all", "kron", temperature, prior)
