@@ -200,7 +200,6 @@ class ContrastiveLaplace(ParametricLaplace):
         self.model: Any = model
         self.likelihood, self.enable_backprop = CONTRASTIVE, enable_backprop
         self.params = [p for p in model.parameters() if p.requires_grad]
-        self.is_subset_params = len(self.params) < len(list(model.parameters()))
         self.dict_key_x, self.dict_key_y = dict_key_x, dict_key_y
         self._sigma_noise = torch.ones((), dtype=self._dtype, device=self._device)
         self._backend_cls = kind or ContrastiveGGN

@@ -155,11 +155,8 @@ def with_last_layer(encoder: nn.Module, x: Any) -> WithLastLayer:
             raise InputError("encoder", wanted, f"layer {analysed.last_layer_name!r} at its end", hint)
         end = _linear_end(analysed, few)
         raw = analysed(few)  # run after the gradients: a graph that modules keep could not be copied
-        name, weight, bias = end or (
-            None,
-            torch.eye(analysed.dim, device="cpu"),
-            torch.zeros(analysed.dim, device="cpu"),
-        )
+        eye = torch.eye(analysed.dim, device="cpu")
+        name, weight, bias = end or (None, eye, eye.new_zeros(analysed.dim))
         layer = nn.Linear(weight.shape[1], analysed.dim, bias=bool(bias.any()), device="cpu").to(raw)
         layer.weight.copy_(weight)
         if layer.bias is not None:
@@ -190,9 +187,7 @@ def _linear_end(encoder: Encoder, x: Inputs) -> tuple[str, Tensor, Tensor] | Non
             with suppress(UnsupportedError):  # raised if ``forward`` normalises another tensor
                 end = _linear_from(encoder, x, module, phi)
                 # A diagonal matrix mixes no entries.
-                if end is not None and not torch.equal(
-                    end[0], end[0] * torch.eye(*end[0].shape, device="cpu").to(end[0])
-                ):
+                if end is not None and bool(end[0].clone().fill_diagonal_(0).any()):
                     return names[module], *end
     return None
 
@@ -210,9 +205,8 @@ def _linear_from(encoder: Encoder, x: Inputs, module: nn.Module, like: Tensor) -
         if not at_zero.requires_grad or bool((at_zero != at_zero[:1]).any()):
             return None
         rows: list[Tensor] = []
-        for some in (
-            torch.eye(encoder.dim, device="cpu").to(at_zero).split(len(like))
-        ):  # each point yields one row of the matrix
+        eye = torch.eye(encoder.dim, dtype=at_zero.dtype, device=at_zero.device)
+        for some in eye.split(len(like)):  # each point yields one row of the matrix
             z = at_zero[: len(some)]
             rows += torch.autograd.grad(z, zeros, some, retain_graph=True, materialize_grads=True)[0][: len(some)]
     weight, bias = torch.stack(rows).to(at_zero), at_zero[0].detach()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import DivergenceError, InputError
 from contrastive_curvature.laplace import ContrastiveLaplace
-from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.inputs import Inputs, map_tensors, slice_inputs
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.posterior.prior import average_information, check_prior, check_temperature
@@ -57,7 +56,7 @@ class OnlinePosterior:
         numbers = {"prior_precision": prior_precision, "temperature": temperature}
         self._arguments = {**arguments, **{name: value for name, value in numbers.items() if value is not None}}
         # Copied, because a view would keep the whole tensor behind it in memory and in saved files.
-        self._probe = _map_tensors(slice_inputs(probe, slice(0, 8)), lambda t: t.detach().clone())
+        self._probe = map_tensors(slice_inputs(probe, slice(0, 8)), lambda t: t.detach().clone())
         self.sampling = self._new()
         # Choosing a backend runs the encoder, so it is done only once.
         self._arguments["backend"] = type(self.sampling.backend)
@@ -66,7 +65,7 @@ class OnlinePosterior:
     def probe(self) -> Inputs:
         """Probe, on the present device and in the present dtype of the encoder."""
         like = next(self.encoder.parameters())
-        return _map_tensors(self._probe, lambda t: t.to(like if t.is_floating_point() else like.device))
+        return map_tensors(self._probe, lambda t: t.to(like if t.is_floating_point() else like.device))
 
     def fitted(self, discounted: DiscountedCurvature) -> ContrastiveLaplace:
         """Return a posterior for the user: the curvature rescaled to the data set, with its prior and temperature."""
@@ -142,9 +141,3 @@ class OnlinePosterior:
 
     def _new(self, **changes: Any) -> ContrastiveLaplace:
         return ContrastiveLaplace.around(self.encoder, self.probe, **{**self._kind, **self._arguments, **changes})
-
-
-def _map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
-    if isinstance(x, Tensor):
-        return function(x)
-    return {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}

@@ -29,7 +29,15 @@ from contrastive_curvature.network.encoder import (
     evaluation_mode,
     flatten_parameters,
 )
-from contrastive_curvature.network.inputs import Inputs, as_tensor, in_memory, input_length, slice_inputs, tokenized
+from contrastive_curvature.network.inputs import (
+    Inputs,
+    as_tensor,
+    in_memory,
+    input_length,
+    move_inputs,
+    slice_inputs,
+    tokenized,
+)
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
 from contrastive_curvature.pairs.relation import chunks
@@ -126,8 +134,8 @@ class LinearizedEncoder:
         return out
 
     def sampling_context(self, x: Inputs) -> Any:
-        """Return the context of a batch for :meth:`outputs_at`, computed once for all samples."""
-        return self.features(x)[1] if self.last_layer else moved_inputs(self.model, x, self.device)
+        """Return the context of a batch on the encoder's device for :meth:`outputs_at`, once for all samples."""
+        return self.features(x)[1] if self.last_layer else x
 
     def moved(self, x: Inputs, moves: Tensor) -> tuple[Tensor, Tensor]:
         """Return raw outputs (B, D) and how far moves of the weights (S, P) move those of the linearised encoder."""
@@ -324,10 +332,8 @@ def read_inputs(model: Any, x: Any) -> Any:
 def moved_inputs(model: Any, x: Any, device: torch.device) -> Inputs:
     """Return inputs of all kinds of :func:`.in_memory` on a device; texts are tokenised first."""
     x = tokenized(model, read_inputs(model, x))
-    if isinstance(x, Tensor):
-        return x.to(device)
-    if isinstance(x, Mapping):
-        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()}
+    if isinstance(x, (Tensor, Mapping)):
+        return move_inputs(x, device)
     hint = "Pass the inputs of one batch, as in [la(x) for x, _ in loader]; la.predict(loader) takes all of them."
     raise InputTypeError("x", "a tensor, an array, a mapping of tensors or texts", f"a {type(x).__name__}", hint)
 
