@@ -23,6 +23,7 @@ from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.layer_parts import Gradients, MatrixBlock, ParameterBlock, make_block
+from contrastive_curvature.network.pullback import random_like, rounding
 from contrastive_curvature.network.recorder import BatchAxis, Call, ParameterUse, Recorder, by_point, possible_axes
 from contrastive_curvature.network.threads import users_hooks
 
@@ -181,7 +182,7 @@ def _batch_axes(
         plain: Whether the layers keep the points in front (:func:`is_plain`).
     """
     n = len(z)
-    of_first, of_others = _random_like(z, seed=0).repeat(2, 1, 1)
+    of_first, of_others = random_like(z, seed=0).repeat(2, 1, 1)
     of_first[1:], of_others[0] = 0, 0
     calls = [] if plain else list(dict.fromkeys(use.call for use in uses))
     at_calls = gradients_at(z, calls, torch.stack([of_first, of_others]))
@@ -219,7 +220,7 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
         return set()
     calls = calls_of(tape.blocks)
     coarsest = coarsest_dtype(calls, z.dtype)
-    v = _random_like(z, seed=n)
+    v = random_like(z, seed=n)
     inputs: Any = [*(call.edge for call in calls), *(params[k] for k in tracked)]
     gradients = torch.autograd.grad(z, inputs, v, retain_graph=True, allow_unused=True)
     one = {call: g.to(z.dtype).unsqueeze(0) for call, g in zip(calls, gradients, strict=False) if g is not None}
@@ -280,22 +281,12 @@ def _scales(one: Tensor, other: Tensor, use: ParameterUse, multiples: Tensor) ->
 
 def _agree(computed: Tensor, truth: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
     """Return whether two tensors are equal up to rounding, relative to the largest entry of ``size``."""
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
-    if truth.is_cuda and dtype == torch.float32:
-        # Convolutions and products may be rounded to the ten bits of TF32.
-        tolerance = 1e-2
-    if torch.is_autocast_enabled(truth.device.type):
-        tolerance = max(tolerance, 5e-2)
-    return (computed - truth).abs().amax() <= tolerance * size.abs().amax()
+    return (computed - truth).abs().amax() <= rounding(dtype, truth.device) * size.abs().amax()
 
 
 def coarsest_dtype(calls: Iterable[Call], dtype: torch.dtype) -> torch.dtype:
     """Return the least precise dtype among the outputs and the calls: autocast may compute a layer in fewer digits."""
     return max((dtype, *(call.dtype for call in calls)), key=lambda kind: torch.finfo(kind).eps)
-
-
-def _random_like(z: Tensor, seed: int) -> Tensor:
-    return torch.randn(z.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu").to(z)
 
 
 def make_blocks(

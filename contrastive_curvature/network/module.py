@@ -26,8 +26,11 @@ from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
-from contrastive_curvature.network.pullback import Pullback, own_name
+from contrastive_curvature.network.pullback import Pullback, own_name, random_like, rounding
 from contrastive_curvature.network.threads import private_copy
+
+_DIRECTIONS_AT_ONCE = 8
+"""Whose outputs of one layer are in memory together."""
 
 
 class ModulePullback(Pullback):
@@ -91,16 +94,42 @@ class ModulePullback(Pullback):
 
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Pullback.jvp`."""
-        z, moved = self.jvps(x, v[None])
+        z, moved = self._reverse_mode(x, v[None])
         return z, moved[0]
 
     def jvps(self, x: Inputs, directions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return raw outputs (N, D) and ``J v`` (S, N, D) for directions (S, P); they share one reverse pass.
+        """Return raw outputs (N, D) and ``J v`` (S, N, D) for directions (S, P).
 
-        ``J v`` is the derivative of the reverse pass with respect to its cotangent. Forward mode is not used: some
-        modules lack it, and it ignores ``torch.no_grad()`` and the padding index of an embedding. Reverse mode respects
-        both, so a product with the curvature would not be symmetric.
+        Without gradients by forward mode, about three forward passes a direction. Some modules lack it, and it ignores
+        ``torch.no_grad()`` and the padding index of an embedding, which reverse mode respects. So each product is
+        compared with a reverse pass of a random cotangent; where one differs, all are taken in reverse mode.
         """
+        found = None if torch.is_grad_enabled() else self._forward_mode(x, directions)
+        return self._reverse_mode(x, directions) if found is None else found
+
+    def _forward_mode(self, x: Inputs, directions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return :meth:`jvps` by forward mode; ``None`` if it fails or differs from reverse mode."""
+        z, params = self._graph(x)
+        v = random_like(z, seed=len(z))
+        pulled = torch.cat([g.flatten() for g in self._pull(z, params, v)])
+
+        def product(direction: Tensor) -> Tensor:
+            moved: Tensor = torch.func.jvp(lambda at: self._at(x, at), (self.params,), (self._split(direction),))[1]
+            return moved
+
+        try:
+            moved = torch.func.vmap(product, chunk_size=_DIRECTIONS_AT_ONCE)(directions)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            return None
+        # The standard deviation of a product with v is the norm.
+        apart = ((moved * v).sum((1, 2)) - directions @ pulled).abs()
+        right = apart <= rounding(z.dtype, z.device) * moved.flatten(1).norm(dim=1)
+        return (z.detach(), moved) if bool(right.all()) else None
+
+    def _reverse_mode(self, x: Inputs, directions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return :meth:`jvps` as derivatives of one reverse pass with respect to its cotangent."""
         keep_graph = torch.is_grad_enabled()
         z, params = self._graph(x)
         with torch.enable_grad():

@@ -54,6 +54,20 @@ def own_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
+def rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """Return how far two ways to compute the same products of a network may differ, relative to their size."""
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
+    if device.type == "cuda" and dtype == torch.float32:
+        # Convolutions and products may be rounded to the ten bits of TF32.
+        tolerance = 1e-2
+    return max(tolerance, 5e-2) if torch.is_autocast_enabled(device.type) else tolerance
+
+
+def random_like(z: Tensor, seed: int) -> Tensor:
+    """Return normal numbers, the same on every device, without a change to torch's own generators."""
+    return torch.randn(z.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu").to(z)
+
+
 KronFactors = list[list[Tensor]]
 """One entry a parameter, in the order of ``model.parameters()``: ``[G, A]`` for a matrix, ``[block]`` for a vector; the
 format of laplace-torch's ``Kron``."""

@@ -8,6 +8,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.network.module import ModulePullback
 
 KINDS = [
     ("all", "diag", {}),
@@ -75,3 +76,62 @@ def test_the_standard_error_is_how_far_repetitions_scatter(device: str) -> None:
 def test_a_last_layer_keeps_its_closed_form(device: str) -> None:
     la, x = fitted("last_layer", "kron", {}, device), inputs(3, 1, device)
     assert torch.equal(la(x, n_samples=2).covariance, la(x).covariance)
+
+
+class WithoutForwardMode(torch.autograd.Function):
+    """The tangent hyperbolic, in reverse mode only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = x.tanh()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 - ctx.saved_tensors[0] ** 2)
+
+
+class Reading(nn.Module):
+    """Two uses of one layer, and tokens with padding; ``kind`` says what forward and reverse mode read differently."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(5, 4, padding_idx=0 if kind == "padding index" else None)
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        nn.init.normal_(self.table.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens).mean(1)
+        if self.kind == "no_grad":
+            with torch.no_grad():
+                more = self.layer(x)
+            x = x + more
+        x = self.layer(x)
+        return self.last(WithoutForwardMode.apply(x) if self.kind == "no forward mode" else x.tanh())
+
+
+@pytest.mark.parametrize("kind", ["as usual", "no_grad", "padding index", "no forward mode"])
+def test_samples_take_the_derivatives_of_reverse_mode(kind: str, device: str, monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    encoder = Reading(kind).double().to(device)
+    tokens = torch.randint(0, 5, (24, 3), generator=torch.Generator().manual_seed(1)).to(device)
+    la: Any = Laplace(encoder, "contrastive", "all", "diag")
+    la.fit([(tokens, (torch.arange(24) % 3).to(device))])
+    reverse: list[str] = []
+    real = ModulePullback._reverse_mode
+    monkeypatch.setattr(ModulePullback, "_reverse_mode", lambda *a: (reverse.append(kind), real(*a))[1])
+    out = la(tokens[:6], n_samples=S, generator=torch.Generator(device).manual_seed(3))
+    moves = la.sample(S, torch.Generator(device).manual_seed(3)) - la.mean
+    jacobians = torch.stack([jacobian_of(encoder, tokens[i : i + 1]) for i in range(6)])
+    moved = torch.einsum("bdp,sp->bsd", jacobians, moves)
+    torch.testing.assert_close(out.covariance, moved.mT @ moved / S, rtol=1e-9, atol=1e-12)
+    assert reverse == ([] if kind == "as usual" else [kind])
+
+
+def jacobian_of(encoder: nn.Module, x: Tensor) -> Tensor:
+    """The Jacobian (D, P) of one input by autograd, row by row."""
+    params = list(encoder.parameters())
+    rows = [torch.autograd.grad(out, params, retain_graph=True) for out in encoder(x)[0]]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
