@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -29,8 +30,8 @@ from contrastive_curvature.network.inputs import Inputs, input_length, slice_inp
 from contrastive_curvature.network.pullback import Pullback, own_name, random_like, rounding
 from contrastive_curvature.network.threads import private_copy
 
-_DIRECTIONS_AT_ONCE = 8
-"""Whose outputs of one layer are in memory together."""
+_DIRECTIONS_AT_ONCE = 5
+"""In forward mode: whose outputs of one layer are in memory together."""
 
 
 class ModulePullback(Pullback):
@@ -100,11 +101,14 @@ class ModulePullback(Pullback):
     def jvps(self, x: Inputs, directions: Tensor) -> tuple[Tensor, Tensor]:
         """Return raw outputs (N, D) and ``J v`` (S, N, D) for directions (S, P).
 
-        Without gradients by forward mode, about three forward passes a direction. Some modules lack it, and it ignores
-        ``torch.no_grad()`` and the padding index of an embedding, which reverse mode respects. So each product is
-        compared with a reverse pass of a random cotangent; where one differs, all are taken in reverse mode.
+        In reverse mode, except for convolutions, where forward mode takes half the time: three forward passes a
+        direction. Some modules lack forward mode, and it ignores ``torch.no_grad()`` and the padding index of an
+        embedding, which reverse mode respects. So each product is compared with a reverse pass of a random cotangent;
+        where one differs, all are taken in reverse mode.
         """
-        found = None if torch.is_grad_enabled() else self._forward_mode(x, directions)
+        convolutions = any(isinstance(part, _ConvNd) for part in self.encoder.modules())
+        fast = convolutions and not torch.is_grad_enabled()
+        found = self._forward_mode(x, directions) if fast else None
         return self._reverse_mode(x, directions) if found is None else found
 
     def _forward_mode(self, x: Inputs, directions: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -93,22 +93,22 @@ class WithoutForwardMode(torch.autograd.Function):
 
 
 class Reading(nn.Module):
-    """Two uses of one layer, and tokens with padding; ``kind`` says what forward and reverse mode read differently."""
+    """Two uses of a convolution, and tokens; ``kind`` says what forward and reverse mode read differently."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
         self.table = nn.Embedding(5, 4, padding_idx=0 if kind == "padding index" else None)
-        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.layer, self.last = nn.Conv1d(4, 4, 1), nn.Linear(4, 3)
         nn.init.normal_(self.table.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens).mean(1)
+        x = self.table(tokens).mean(1, keepdim=True).mT
         if self.kind == "no_grad":
             with torch.no_grad():
                 more = self.layer(x)
             x = x + more
-        x = self.layer(x)
+        x = self.layer(x).flatten(1)
         return self.last(WithoutForwardMode.apply(x) if self.kind == "no forward mode" else x.tanh())
 
 
