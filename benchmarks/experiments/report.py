@@ -173,11 +173,16 @@ def table_page(results: Results) -> str:
     passes = "" if config["dropout_passes"] is None else f", {config['dropout_passes']} at most for MC dropout"
     sizes = (
         f"{data['train']:,} training, {data['test']:,} test images, {data['ood'] or 0:,} out of distribution. Network "
-        f"{config['network']}, {config['dim']} dimensions; {config['epochs']} epochs in batches of "
-        f"{config['batch_size']}{classes}, learning rate {config['lr']:g}, margin {config['margin']:g}; "
-        f"{config['n_samples']} samples{passes}; protocol {config['protocol']}, memory factor of online LAM "
-        f"{config['memory_factor']:g}; training in {config['precision']}."
+        f"{config['network']}, {config['dim']} dimensions; "
     )
+    if config["epochs"]:
+        sizes += (
+            f"{config['epochs']} epochs in batches of {config['batch_size']}{classes}, learning rate {config['lr']:g}, "
+            f"margin {config['margin']:g}; {config['n_samples']} samples{passes}; protocol {config['protocol']}, "
+            f"memory factor of online LAM {config['memory_factor']:g}; training in {config['precision']}."
+        )
+    else:
+        sizes += f"pretrained, nothing is trained here; margin {config['margin']:g}; {config['n_samples']} samples."
     return "\n\n".join(
         [
             f"# Table {config['table']}: {data['title']}; out of distribution: {data['ood_title']}",
