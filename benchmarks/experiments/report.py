@@ -216,6 +216,11 @@ def _notes(results: Results, paper: bool) -> list[str]:
         "Released code: AUPRC by the trapezoidal rule; AUSC with the neighbour's uncertainty added, over 99 "
         "percentiles; ECE over bins [low, high), which leave out full agreement.",
     ]
+    if not config["epochs"]:
+        notes.append(
+            "Features stand for images: seconds are without the encoder up to its last layer, and the plain forward "
+            "pass is that layer alone."
+        )
     if any(plan.NOVELTY in row["variants"] for row in rows.values()):
         notes.append(
             "LAM has two scores: AUROC and AUPRC are of its novelty, AUSC and R-AUROC of its uncertainty. All other "
@@ -238,7 +243,7 @@ def _notes(results: Results, paper: bool) -> list[str]:
         notes.append(f"*Paper*: Warburg et al. (2023), on {data}, mean ± standard deviation of five runs.")
         usual = plan.defaults_of(config["table"], config["data"])
         if any(config[name] != usual[name] for name in ("dim", "epochs")) or config["train_size"] is not None:
-            wanted = f"dimension {usual['dim']}, {usual['epochs']} epochs, all training images"
+            wanted = f"{usual['network']}, dimension {usual['dim']}, {usual['epochs']} epochs, all training images"
             notes.append(f"Not the paper's setting ({wanted}): compare with care.")
     if config["protocol"] == "released":
         notes.append("Protocol of the released code: AUPRC, AUSC and ECE of the first table are by its definitions.")

@@ -17,7 +17,6 @@ from benchmarks import results_plots
 from benchmarks.experiments import plan, run
 from benchmarks.transfer.recipes import faces
 
-
 CLASSES, EACH, FEATURES, DIM = 12, 10, 8, 3
 
 
