@@ -19,7 +19,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.experiments.data import load_data
+from benchmarks.experiments.data import DATASETS, encoder_file, load_data, load_pretrained
 from benchmarks.experiments.plots import draw_all
 from benchmarks.style import COLOURS, GREY, finish, subplots
 from benchmarks.transfer.families import FAMILIES, RIVALS_KNOWN, RIVALS_RIGHT, auroc, has, r_auroc
@@ -158,7 +158,11 @@ def _draw_run(run: Path, root: Path, out: Path) -> None:
     """Calibration curves, ROC, sparsification, and images of lowest and highest uncertainty of every seed."""
     config = _read(run, "config.json")
     sizes = (config["train_size"], config["test_size"])
-    data = load_data(config["data"], root, *sizes, ood=config["ood"], size=config["image_size"])
+    if config["epochs"]:
+        data = load_data(config["data"], root, *sizes, ood=config["ood"], size=config["image_size"])
+    else:
+        file = encoder_file(config["network"], run)
+        data = load_pretrained(file, DATASETS[config["data"]].title, *sizes, config["ood"])
     for seed in sorted(int(path.name.removeprefix("seed")) for path in run.glob("seed*")):
         draw_all(run, data, config["table"], seed, out / f"seed{seed}")
         print(out / f"seed{seed}")

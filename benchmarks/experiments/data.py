@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from benchmarks.transfer.feature_file import load_features
 from contrastive_curvature import metrics
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.pairs import RelationFunction
@@ -64,9 +65,9 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
     """N images with the labels of their classes.
 
     Args:
-        pixels: uint8, shape (N, C, H, W).
+        pixels: uint8, shape (N, C, H, W); features in place of images: float32, shape (N, F).
         targets: int64, shape (N,).
-        white: The largest value that a pixel can have.
+        white: The largest value that a pixel can have; 1 for features, which stay as they are.
     """
 
     def __init__(self, pixels: Tensor, targets: Tensor, white: int = 255) -> None:
@@ -77,9 +78,9 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
 
     def images(self, rows: Sequence[int]) -> Tensor:
         """Images in [0, 1] (paper, G.1), float32."""
-        # channels_last: convolutions on the CPU run in less than half the time, and no slower on a GPU.
         pixels = self.pixels[torch.as_tensor(rows)].float() / self.white
-        return pixels.contiguous(memory_format=torch.channels_last)
+        # channels_last: convolutions on the CPU run in less than half the time, and no slower on a GPU.
+        return pixels.contiguous(memory_format=torch.channels_last) if pixels.ndim == 4 else pixels
 
     def take(self, rows: Tensor) -> Split:
         return Split(self.pixels[rows], self.targets[rows], self.white)
@@ -166,6 +167,7 @@ class RetrievalData:
         calibration: Known images that nothing was trained on, for thresholds; ``None`` where none are held out.
         selection: What the checkpoint of a training is chosen on; ``None`` takes the last.
         gallery: What the queries retrieve from; ``None`` for all other queries.
+        head: Of a pretrained encoder the last layer, which takes the features that are here in place of images.
     """
 
     title: str
@@ -178,6 +180,7 @@ class RetrievalData:
     calibration: Split | None = None
     selection: Split | None = None
     gallery: Split | None = None
+    head: nn.Linear | None = None
 
     @property
     def relation(self) -> RelationFunction | None:
@@ -189,6 +192,8 @@ class RetrievalData:
         code = hashlib.sha256()
         for part in filter(None, (self.train, self.test, self.ood, self.gallery)):
             code.update(part.content())
+        for weights in () if self.head is None else self.head.parameters():
+            code.update(weights.detach().cpu().numpy().tobytes())
         return code.hexdigest()
 
 
@@ -256,6 +261,47 @@ def load_data(
         classes=source.classes,
         gallery=gallery,
     )
+
+
+def load_pretrained(
+    file: Path, title: str, train_size: int | None = None, test_size: int | None = None, ood: str | None = None
+) -> RetrievalData:
+    """Read a pretrained encoder's last layer, and its features of a data set in place of images.
+
+    Args:
+        file: A feature file (:mod:`benchmarks.transfer.feature_file`).
+        title: The data set's.
+        train_size: As :func:`load_data`'s, like ``test_size``.
+        test_size: See there.
+        ood: One of the file's unknown sets, or ``"none"``; ``None`` for the first.
+    """
+    if not file.is_file():
+        raise InputError("--encoder", "a feature file", f"no file {file}", "docs/results.md says what is in one.")
+    content = load_features(file)
+    if (ood := ood or next(iter(content.unknown), "none")) not in (*content.unknown, "none"):
+        raise InputError("--ood", f"of {file}: {', '.join([*content.unknown, 'none'])}", ood)
+    head = nn.Linear(*content.weight.T.shape)
+    head.load_state_dict({"weight": torch.from_numpy(content.weight), "bias": torch.from_numpy(content.bias)})
+    train, test = (
+        Split(torch.from_numpy(features), torch.from_numpy(labels), white=1)
+        for features, labels in (
+            (content.train_features, content.train_labels),
+            (content.test_features, content.test_labels),
+        )
+    )
+    outside = None
+    if ood != "none":
+        features = torch.from_numpy(content.unknown[ood])
+        outside = _some(Split(features, torch.zeros(len(features), dtype=torch.long), white=1), test_size)
+    open_set = not bool(torch.isin(test.targets, train.targets).all())
+    return RetrievalData(
+        title, _some(train, train_size), _some(test, test_size), outside, ood, open_set=open_set, head=head
+    )
+
+
+def encoder_file(name: str, run: Path) -> Path:
+    """The feature file of a pretrained encoder: the name itself, or that of a known encoder in the run folder."""
+    return Path(name) if name.endswith(".npz") else run / f"{name}.npz"
 
 
 def _part(source: Source, root: Path, part: str, download: bool, size: int) -> Split:

@@ -21,6 +21,8 @@ MEMBERS = 5
 """Encoders in an ensemble (paper, G.4)."""
 BASE = "deterministic"
 """Key of the row, and of the folder, of the encoders that other methods build on."""
+POST_HOC = (BASE, "laplace_posthoc", "norm", "vmf_density", "knn_embedding", "knn_features")
+"""Methods that take a trained encoder, and train nothing."""
 TABLE_DATA = {
     DEMO: ("digits", "fashionmnist", "mnist"),
     "1": ("fashionmnist", "mnist", "digits", "omniglot", "omniglot_full", "lfw", "cub200", "cars196", "folder"),
@@ -148,12 +150,18 @@ def known_rows(table: str) -> list[Row]:
     return _ABLATION if table == "1" else _METHODS
 
 
-def table_rows(table: str, methods: Sequence[str] | None = None, posterior: str | None = None) -> list[Row]:
-    """Rows of a table, in its order: those with these keys, or the default ones; of LAM's those of one posterior."""
-    known = known_rows(table)
+def table_rows(
+    table: str, methods: Sequence[str] | None = None, posterior: str | None = None, pretrained: bool = False
+) -> list[Row]:
+    """Rows of a table, in its order: those with these keys, or the default ones; of LAM's those of one posterior.
+
+    Of a pretrained encoder only those that train nothing.
+    """
+    known = [row for row in known_rows(table) if row.method in POST_HOC or not pretrained]
     keys = [row.key for row in known]
     if methods is not None and not set(methods) <= set(keys):
-        raise InputError("--methods", f"of table {table}: {', '.join(keys)}", " ".join(methods))
+        which = f"of table {table}{' without training' * pretrained}"
+        raise InputError("--methods", f"{which}: {', '.join(keys)}", " ".join(methods))
     wanted = _IN_DEMO if table == DEMO else [row.key for row in known if row.default]
     rows = [row for row in known if row.key in (wanted if methods is None else methods)]
     other = {None: (), "diag": ({},), "default": ({"posterior": "diag"},)}[posterior]

@@ -64,7 +64,7 @@ def _figures(found: list[Any], data: RetrievalData, table: str, seed: int) -> It
             confidence, accuracy, count, error = curves["calibration"]
             label = f"{row.title} ({error:.3f})"
             votes.plot(confidence[count > 0].numpy(), accuracy[count > 0].numpy(), marker="o", label=label)
-        if row.method in ("laplace_posthoc", "laplace_online", "pfe"):
+        if row.method in ("laplace_posthoc", "laplace_online", "pfe") and data.head is None:  # features are no images
             yield f"images_{row.key}", draw_images(data, curves, f"{row.title}, seed {seed}")
     for axes in (roc, votes):
         axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, alpha=0.5)

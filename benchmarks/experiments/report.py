@@ -173,11 +173,16 @@ def table_page(results: Results) -> str:
     passes = "" if config["dropout_passes"] is None else f", {config['dropout_passes']} at most for MC dropout"
     sizes = (
         f"{data['train']:,} training, {data['test']:,} test images, {data['ood'] or 0:,} out of distribution. Network "
-        f"{config['network']}, {config['dim']} dimensions; {config['epochs']} epochs in batches of "
-        f"{config['batch_size']}{classes}, learning rate {config['lr']:g}, margin {config['margin']:g}; "
-        f"{config['n_samples']} samples{passes}; protocol {config['protocol']}, memory factor of online LAM "
-        f"{config['memory_factor']:g}; training in {config['precision']}."
+        f"{config['network']}, {config['dim']} dimensions; "
     )
+    if config["epochs"]:
+        sizes += (
+            f"{config['epochs']} epochs in batches of {config['batch_size']}{classes}, learning rate {config['lr']:g}, "
+            f"margin {config['margin']:g}; {config['n_samples']} samples{passes}; protocol {config['protocol']}, "
+            f"memory factor of online LAM {config['memory_factor']:g}; training in {config['precision']}."
+        )
+    else:
+        sizes += f"pretrained, nothing is trained here; margin {config['margin']:g}; {config['n_samples']} samples."
     return "\n\n".join(
         [
             f"# Table {config['table']}: {data['title']}; out of distribution: {data['ood_title']}",
@@ -211,6 +216,11 @@ def _notes(results: Results, paper: bool) -> list[str]:
         "Released code: AUPRC by the trapezoidal rule; AUSC with the neighbour's uncertainty added, over 99 "
         "percentiles; ECE over bins [low, high), which leave out full agreement.",
     ]
+    if not config["epochs"]:
+        notes.append(
+            "Features stand for images: seconds are without the encoder up to its last layer, and the plain forward "
+            "pass is that layer alone."
+        )
     if any(plan.NOVELTY in row["variants"] for row in rows.values()):
         notes.append(
             "LAM has two scores: AUROC and AUPRC are of its novelty, AUSC and R-AUROC of its uncertainty. All other "
@@ -233,7 +243,7 @@ def _notes(results: Results, paper: bool) -> list[str]:
         notes.append(f"*Paper*: Warburg et al. (2023), on {data}, mean ± standard deviation of five runs.")
         usual = plan.defaults_of(config["table"], config["data"])
         if any(config[name] != usual[name] for name in ("dim", "epochs")) or config["train_size"] is not None:
-            wanted = f"dimension {usual['dim']}, {usual['epochs']} epochs, all training images"
+            wanted = f"{usual['network']}, dimension {usual['dim']}, {usual['epochs']} epochs, all training images"
             notes.append(f"Not the paper's setting ({wanted}): compare with care.")
     if config["protocol"] == "released":
         notes.append("Protocol of the released code: AUPRC, AUSC and ECE of the first table are by its definitions.")

@@ -22,7 +22,7 @@ from filelock import FileLock
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks.experiments.data import DATASETS, RetrievalData, hold_out, load_data
+from benchmarks.experiments.data import DATASETS, RetrievalData, encoder_file, hold_out, load_data, load_pretrained
 from benchmarks.experiments.evaluate import by_released_code, evaluate
 from benchmarks.experiments.methods import METHODS, ON_ENCODER, ON_ONLINE
 from benchmarks.experiments.methods.laplace import online_step
@@ -30,6 +30,8 @@ from benchmarks.experiments.plan import DEMO, TABLE_DATA, Cell, defaults_of, kno
 from benchmarks.experiments.report import FORMAT, write_report
 from benchmarks.experiments.training import PROTOCOLS, Fitted, Setting, new_encoder, train
 from benchmarks.machine import describe, write_atomically
+from benchmarks.transfer.feature_file import save_features
+from benchmarks.transfer.recipes.faces import TABLE_ENCODERS
 from contrastive_curvature.artifact import write_whole
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError
 
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     given = parse(argv)
     try:
-        rows = table_rows(given.table, given.methods, given.posterior)
+        rows = table_rows(given.table, given.methods, given.posterior, given.encoder is not None)
         if given.threads is not None:
             torch.set_num_threads(given.threads)
         data = read_data(given)
@@ -80,13 +82,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--table", choices=TABLE_DATA, required=True, help="of the paper, or the demonstration")
     shown = "; ".join(f"{table}: {', '.join(names)}" for table, names in TABLE_DATA.items())
     add("--data", help=f"data set, the table's first by default ({shown})")
+    encoder = "the rows that train nothing, of a pretrained encoder: its feature file (docs/results.md), which stands "
+    encoder += f"for images and network, or one that is made in the run folder: {', '.join(TABLE_ENCODERS)} (lfw)"
+    add("--encoder", metavar="FILE.npz", help=encoder)
     outside = ", ".join(name for name in DATASETS if name != "folder")
-    add(
-        "--ood",
-        metavar="NAME",
-        choices=[*DATASETS, "none"],
-        help=f"out of distribution (default: the paper's): {outside}, none",
-    )
+    ood = f"out of distribution (default: the paper's): {outside}, none; of --encoder: an unknown set of the file "
+    add("--ood", metavar="NAME", help=f"{ood}(default: its first), none")
     which = "of LAM's rows: diag is the paper's diagonal and score, default this library's (default: both)"
     add("--posterior", choices=("diag", "default"), help=which)
     protocol = "choose checkpoints on held-out training images (clean), never (paper), or train and choose as the "
@@ -122,9 +123,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     given.data = given.data or TABLE_DATA[given.table][0]
     if given.data not in TABLE_DATA[given.table]:
         parser.error(f"--data: expected for table {given.table} one of {', '.join(TABLE_DATA[given.table])}")
+    if given.encoder:
+        if given.table in (DEMO, "4"):
+            parser.error("--encoder: expected table 1, 2 or 3")
+        if not given.encoder.endswith(".npz") and (given.encoder not in TABLE_ENCODERS or given.data != "lfw"):
+            parser.error(f"--encoder: expected FILE.npz, or with --data lfw: {', '.join(TABLE_ENCODERS)}")
+    if not given.encoder and given.ood not in (*DATASETS, "none", None):
+        parser.error(f"--ood: expected one of {outside}, none")
     for name, value in defaults_of(given.table, given.data).items():
         setattr(given, name, getattr(given, name, None) or value)
-    given.protocol = given.protocol or ("paper" if given.table == DEMO else "clean")
+    given.protocol = given.protocol or ("paper" if given.table == DEMO or given.encoder else "clean")
     given.memory_factor = given.memory_factor or PROTOCOLS[given.protocol].memory_factor
     if given.out is None:
         time_now = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
@@ -148,8 +156,17 @@ def read_data(given: argparse.Namespace) -> RetrievalData:
 
     Of the demonstration's a fifth of the training images is held out, to calibrate with.
     """
-    download = given.download or given.table == DEMO
     sizes = (given.train_size, given.test_size)
+    if given.encoder is not None:
+        file = encoder_file(given.encoder, given.out)
+        if given.encoder in TABLE_ENCODERS and not file.is_file():
+            print(f"{given.encoder}: making its features", flush=True)
+            save_features(file, TABLE_ENCODERS[given.encoder](given.data_root, 0))
+        data = load_pretrained(file, DATASETS[given.data].title, *sizes, given.ood)
+        # For the run's config and its page.
+        vars(given).update(network=given.encoder, dim=data.head.out_features, epochs=0, per_class=None)
+        return data
+    download = given.download or given.table == DEMO
     data = load_data(given.data, given.data_root, *sizes, download, given.ood, given.image_size)
     chosen_on = PROTOCOLS[given.protocol].chosen_on
     if chosen_on == "held":
@@ -202,8 +219,9 @@ def run(given: argparse.Namespace, data: RetrievalData, cells: Sequence[Cell]) -
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     machine = describe() | {"device": given.device, "accelerator": name}
     # A forward pass, so that the first prediction that is timed does not pay for the start of the device.
+    encoder = new_encoder(setting) if data.head is None else data.head.to(device)
     with torch.no_grad():
-        new_encoder(setting).eval()(data.test.images(range(len(data.test))[:200]).to(device)).cpu()
+        encoder.eval()(data.test.images(range(len(data.test))[:200]).to(device)).cpu()
     for number, cell in enumerate(cells):
         path = given.out / f"seed{cell.seed}" / f"{cell.row.key}.json"
         last = number + 1 == len(cells)
@@ -256,7 +274,9 @@ def fit(
 def _trained(
     given: argparse.Namespace, data: RetrievalData, seed: int, name: str, make_step: Callable[..., nn.Module] | None
 ) -> tuple[nn.Module, float]:
-    """The deterministic encoder of a seed, or the step of ``make_step``, trained or loaded; the seconds it trained."""
+    """The encoder of a seed, or the step of ``make_step``: trained, loaded or pretrained; the seconds it trained."""
+    if data.head is not None:
+        return data.head, 0.0
     setting, path = settings(given), given.out / f"seed{seed}" / f"{name}.pt"
     path.parent.mkdir(exist_ok=True)
     # Several processes may want the same one: one trains it, the others wait and load it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.nn.functional import interpolate
 
+from benchmarks.experiments.data import shuffle_quarters
 from benchmarks.transfer.corruption import KINDS, LEVELS, corrupt
 from benchmarks.transfer.feature_file import FeatureFile, Pairs
 from benchmarks.transfer.recipes.cifar10 import load_photographs
@@ -37,10 +39,12 @@ _UNKNOWN, _CORRUPTED = 1000, 400
 Face = tuple[str, int]
 """A person's name and the number of the image, from one."""
 Floats = NDArray[np.float32]
+Network = Callable[[Iterable[NDArray[np.uint8]]], tuple[Floats, Floats]]
+"""RGB images (112, 112, 3) -> features (N, 512) and outputs (N, 128)."""
 
 
-def face_network(root: Path) -> Callable[[Iterable[NDArray[np.uint8]]], tuple[Floats, Floats]]:
-    """The network on one thread, in float32: RGB images (112, 112, 3) -> features (N, 512) and outputs (N, 128)."""
+def face_network(root: Path) -> Network:
+    """The network on one thread, in float32."""
     ncnn: Any = importlib.import_module("ncnn")
     net = ncnn.Net()
     net.opt.num_threads = 1
@@ -99,16 +103,10 @@ def _make(root: Path, _folder: Path, seed: int) -> FeatureFile:
 
     Corrupted are images of different people who have another test image, so that each has a right answer.
     """
-    run = face_network(root)
-    train, test = read_people(root, "Train"), read_people(root, "Test")
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in train + test))}
-    labels, test_labels = (np.array([numbers[name] for name, _ in part]) for part in (train, test))
-    rows = _one_of_each(test_labels, seed)
+    run, train, test = face_network(root), read_people(root, "Train"), read_people(root, "Test")
+    known = _known(root, run)
+    rows = _one_of_each(known.test_labels, seed)
     clean = np.stack([_face(root, *test[row]) for row in rows])
-    # One after the other: all of them in memory would take half a gigabyte.
-    train_features, outputs = run(_face(root, *face) for face in train)
-    test_features, _ = run(_face(root, *face) for face in test)
-    weight, bias = linear_layer(train_features, outputs)
     shape = (3, _SIDE, _SIDE)
     photographs = torch.from_numpy(load_photographs(root, seed).test[:_UNKNOWN]).permute(0, 3, 1, 2)
     large = interpolate(photographs, size=(_SIDE, _SIDE), mode="bilinear", align_corners=False)
@@ -117,18 +115,38 @@ def _make(root: Path, _folder: Path, seed: int) -> FeatureFile:
         "letters": unknown_images("omniglot_full", root, shape, _UNKNOWN, seed),
         "cifar10": large.permute(0, 2, 3, 1).numpy(),
     }
-    return FeatureFile(
-        train_features=train_features,
-        train_labels=labels,
-        test_features=test_features,
-        test_labels=test_labels,
-        weight=weight,
-        bias=bias,
+    return replace(
+        known,
         unknown={name: run(images)[0] for name, images in unknown.items()},
         corrupted={(kind, level): run(corrupt(clean, kind, level, seed))[0] for kind in KINDS for level in LEVELS},
         corrupted_rows=rows,
-        pairs=_pairs(root, train, test, np.concatenate([train_features, test_features])),
+        pairs=_pairs(root, train, test, np.concatenate([known.train_features, known.test_features])),
     )
+
+
+def make_table(root: Path, seed: int) -> FeatureFile:
+    """Run the network on LFW, on its test faces with shuffled quarters, and on clothes."""
+    run, generator = face_network(root), torch.Generator().manual_seed(seed)
+
+    def shuffled(face: Face) -> Images:
+        image = torch.from_numpy(_face(root, *face)).permute(2, 0, 1).unsqueeze(0)
+        return shuffle_quarters(image, generator)[0].permute(1, 2, 0).numpy()
+
+    clothes = unknown_images("fashionmnist", root, (3, _SIDE, _SIDE), _UNKNOWN, seed)
+    unknown = {"shuffled": (shuffled(face) for face in read_people(root, "Test")), "fashionmnist": clothes}
+    return replace(_known(root, run), unknown={name: run(images)[0] for name, images in unknown.items()})
+
+
+def _known(root: Path, run: Network) -> FeatureFile:
+    """The last layer, and the features of all people of the lists."""
+    train, test = read_people(root, "Train"), read_people(root, "Test")
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in train + test))}
+    labels, test_labels = (np.array([numbers[name] for name, _ in part]) for part in (train, test))
+    # One after the other: all of them in memory would take half a gigabyte.
+    train_features, outputs = run(_face(root, *face) for face in train)
+    test_features, _ = run(_face(root, *face) for face in test)
+    weight, bias = linear_layer(train_features, outputs)
+    return FeatureFile(train_features, labels, test_features, test_labels, weight, bias)
 
 
 def _face(root: Path, name: str, number: int) -> Images:
@@ -160,5 +178,7 @@ def _pairs(root: Path, train: list[Face], test: list[Face], features: Floats) ->
     )
 
 
+TABLE_ENCODERS = {"mobilefacenet": make_table}
+"""Encoders whose feature file the paper's table on LFW makes for itself, from the data root and a seed."""
 FACES = {"faces": ("Faces, MobileFaceNet, D = 128", _make)}
 """One encoder."""
