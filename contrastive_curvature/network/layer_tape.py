@@ -4,8 +4,8 @@ A run of a few points finds the axes of the layers' outputs that hold the points
 passes of a batch check the rest (:func:`unproven`). First, for a random cotangent ``v``, the sum over points
 ``J_i^T v_i`` equals autograd's; both sides are linear in ``v``, so they are equal for every cotangent. Second, if each
 point's cotangent is multiplied by a number of its own, so are its gradients at the layers: every row depends on its
-point alone. Together, every ``J_i`` is right, up to rounding, with probability one. A sequence of torch's own layers is
-right by construction (:func:`is_plain`).
+point alone. Together, every ``J_i`` is right, up to rounding, with probability one. A run of functions that keep each
+point in its place is right by construction (:meth:`.Recorder.proves`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from itertools import chain, takewhile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.layer_parts import Gradients, MatrixBlock, ParameterBlock, make_block
 from contrastive_curvature.network.pullback import random_like, rounding
 from contrastive_curvature.network.recorder import BatchAxis, Call, ParameterUse, Recorder, by_point, possible_axes
-from contrastive_curvature.network.threads import users_hooks
 
 _LEVELS = 16
 """Different multiples, powers of two, so that no rounding changes: from 1 to 2^-15. Up to 16 points all differ."""
@@ -35,15 +33,6 @@ _LEVELS_OF_HALF = 8
 
 _TOLERANCE = 0.1
 """Of a row, relative to its largest entry; two different multiples differ by half or more."""
-
-_PLAIN = frozenset(
-    (
-        *(nn.Sequential, nn.Linear, nn.Conv1d, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm, nn.Identity),
-        *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Dropout, L2Norm),
-        *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d),
-    )
-)
-"""Modules that keep every point in its place, in front, and apply their parameters by functions that have a rule."""
 
 
 @dataclass
@@ -123,16 +112,6 @@ class LayerAnalysis:
     lacking: frozenset[int] = frozenset()
 
 
-def is_plain(encoder: Encoder) -> bool:
-    """Return whether an encoder is a sequence of torch's own layers, which keep every point in its place."""
-    return all(
-        (type(module) in _PLAIN or (type(module) is nn.Flatten and module.start_dim > 0))
-        and "forward" not in vars(module)
-        and not (users_hooks(module) or module._backward_hooks or module._backward_pre_hooks)
-        for module in encoder.model.modules()
-    )
-
-
 def analyse_layers(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> LayerAnalysis:
     """Run a few points, and find where the gradients of one point arrive.
 
@@ -141,17 +120,18 @@ def analyse_layers(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> L
         params: Trainable parameters of the encoder.
         few: Inputs from :func:`.few_points`.
     """
-    lookups, plain = frozenset[int](), is_plain(encoder)
+    lookups = frozenset[int]()
     while True:
         with Recorder(list(params), lookups) as recorder:
             z = encoder(few)
-        places, without = _batch_axes(recorder.uses, z, plain)
+        proven = recorder.proves(z)
+        places, without = _batch_axes(recorder.uses, z, proven)
         tables = {use.subset.number for use in without if use.kind == "embedding"} - lookups
         if not tables:
             break
         lookups |= tables
     lacking = recorder.unknown | {use.subset.number for use in without}
-    if not plain:
+    if not proven:
         again = encoder(few).detach()
         if not bool(_agree(z.detach(), again, again, coarsest_dtype([use.call for use in recorder.uses], z.dtype))):
             # The encoder is random: its outputs change with every run.
@@ -172,19 +152,19 @@ def analyse_layers(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> L
 
 
 def _batch_axes(
-    uses: Sequence[ParameterUse], z: Tensor, plain: bool
+    uses: Sequence[ParameterUse], z: Tensor, proven: bool
 ) -> tuple[dict[tuple[int, int], BatchAxis], list[ParameterUse]]:
-    """Return the axis of the points at every use, and the uses without one; found by gradients unless ``plain``.
+    """Return the axis of the points at every use, and the uses without one; found by gradients unless ``proven``.
 
     Args:
         uses: Uses by n points.
         z: The outputs (n, D).
-        plain: Whether the layers keep the points in front (:func:`is_plain`).
+        proven: Whether the layers keep the points in front (:meth:`.Recorder.proves`).
     """
     n = len(z)
     of_first, of_others = random_like(z, seed=0).repeat(2, 1, 1)
     of_first[1:], of_others[0] = 0, 0
-    calls = [] if plain else list(dict.fromkeys(use.call for use in uses))
+    calls = [] if proven else list(dict.fromkeys(use.call for use in uses))
     at_calls = gradients_at(z, calls, torch.stack([of_first, of_others]))
 
     def separates(batch_axis: BatchAxis, gradients: Tensor) -> bool:

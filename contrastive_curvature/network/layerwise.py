@@ -8,7 +8,7 @@ outputs of these functions. These gradients and the inputs determine the diagona
 A parameter may have no rule: a function changes it before it is applied, or its layer runs in another thread or in a
 script. Only such parameters go through ``torch.func``, with one warning. Such parameters are detected when a function
 without a rule uses them, or by the comparison of every batch with autograd
-(:mod:`contrastive_curvature.network.layer_tape`). A sequence of torch's own layers needs no comparison.
+(:mod:`contrastive_curvature.network.layer_tape`). A run of functions that keep each point in its place needs none.
 
 Kronecker factors treat every point separately. A layer's weight has ``G (x) A``: ``A = mean_i a_i a_i^T`` of its inputs
 and ``G = sum_i B_i^T H_ii B_i`` with the Jacobian ``B_i`` of the raw outputs with respect to the layer's outputs. This
@@ -40,7 +40,6 @@ from contrastive_curvature.network.layer_tape import (
     Tape,
     analyse_layers,
     calls_of,
-    is_plain,
     make_blocks,
     unproven,
 )
@@ -323,7 +322,7 @@ class LayerwisePullback(ModulePullback):
         blocks, wrong = make_blocks(recorder.uses, self.analysis.places, z, self.by_func | recorder.unknown)
         wrong |= recorder.unknown - self.by_func
         tape = Tape(z, blocks)
-        if not wrong and not is_plain(self._running):
+        if not wrong and not recorder.proves(z):
             wrong = unproven(tape, self.trainable, self.by_func)
         if wrong:
             raise NotVerifiedError(wrong)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -129,6 +130,7 @@ class Recorder(TorchFunctionMode):
     Attributes:
         uses: Uses of the parameters, in the order of the calls.
         unknown: Numbers of the parameters used by a function without a rule, or by a function inside another one.
+        in_place: Whether every function keeps each point in its place, in front.
     """
 
     def __init__(self, parameters: list[Tensor], lookups: frozenset[int] = frozenset()) -> None:
@@ -140,10 +142,12 @@ class Recorder(TorchFunctionMode):
         self._uses_of: Counter[int] = Counter()
         self.uses: list[ParameterUse] = []
         self.unknown: set[int] = set()
+        self.in_place = True
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run a function, and record its use of the parameters."""
         kwargs = kwargs or {}
+        self.in_place = self.in_place and _keeps_points(func, args, kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return _ATTENTION(*args, **kwargs)
@@ -161,6 +165,30 @@ class Recorder(TorchFunctionMode):
             return out
         # A clone, because an in-place operation on a view would lead to the view's base, past the recorded edge.
         return out.clone() if out._is_view() else out
+
+    def proves(self, z: Tensor) -> bool:
+        """Return whether the layers are right by construction: outputs of functions that keep each point in its place.
+
+        Autograd's graph shows what the mode cannot see: functions with a gradient of their own, and uses in a script.
+        """
+        if not self.in_place or self.unknown or z.grad_fn is None:
+            return False
+        uses, stack, seen = Counter(self._uses_of), [z.grad_fn], set[Any]()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, BackwardCFunction):
+                return False
+            for following, _ in node.next_functions:
+                if following is None:
+                    continue
+                subset = self._subset(getattr(following, "variable", None))
+                if subset is not None:
+                    uses[subset.number] -= 1
+                stack.append(following)
+        return min(uses.values(), default=0) >= 0
 
     def _select(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> bool:
         """Track a function that only selects and moves entries of its first argument, if that is a parameter."""
@@ -251,6 +279,25 @@ def _call(out: Tensor) -> Call:
     return Call(get_gradient_edge(out), out.shape, out.device, out.dtype)
 
 
+def _keeps_points(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function keeps each point in its place, in front, if it gets them so."""
+    if func in _ROW_BY_ROW:
+        return True
+    if func in (F.batch_norm, F.dropout):
+        place = 5 if func is F.batch_norm else 2
+        return (args[place] if len(args) > place else kwargs.get("training", func is F.dropout)) is False
+    if func in (torch.flatten, Tensor.flatten):
+        return (args[1] if len(args) > 1 else kwargs.get("start_dim", 0)) > 0
+    if func in _ALONG_AN_AXIS:
+        return kwargs.get("dim", 1 if func is F.normalize else None) in (1, -1)
+    if func is Tensor.__getitem__:
+        # The first columns of the outputs, as the encoder takes them.
+        return isinstance(args[1], tuple) and [type(part) for part in args[1]] == [type(...), slice]
+    # Of two tensors of other shapes, one may repeat its points along another axis.
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    return func in _ENTRY_BY_ENTRY and len({(t.ndim, t.shape[:1]) for t in tensors}) == 1
+
+
 # Without torch's override, the function's body runs under the mode, which then sees the calls inside.
 _ATTENTION = with_globals(F.multi_head_attention_forward, has_torch_function=lambda _: False)
 
@@ -276,6 +323,20 @@ _RULES: dict[Any, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(_REPEATING, ("entrywise", ("input", *("size",) * 8))),
 }
 """Kinds of the functions that have a rule, and the names of their arguments."""
+
+_ROW_BY_ROW = frozenset(
+    (
+        *(F.linear, F.conv1d, F.conv2d, F.layer_norm, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d),
+        *(F.relu, F.leaky_relu, F.elu, F.gelu, F.silu, F.softplus, F.hardswish, F.hardsigmoid),
+        *(torch.relu, torch.tanh, torch.sigmoid, Tensor.relu, Tensor.tanh, Tensor.sigmoid),
+        *(Tensor.abs, Tensor.log2, Tensor.floor, Tensor.exp2, Tensor.clamp, torch.ones_like),
+        *(Tensor.clone, Tensor.detach, Tensor.dim, Tensor.size),
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad")),
+    )
+)
+"""They keep the points of any tensor in its first axis."""
+_ENTRY_BY_ENTRY = frozenset((*_SUMS, *_PRODUCTS, Tensor.__truediv__, Tensor.div, Tensor.__gt__, Tensor.gt, torch.where))
+_ALONG_AN_AXIS = (F.normalize, Tensor.norm, Tensor.amax)
 
 _KEEPING = (Tensor.contiguous, Tensor.float, Tensor.double, Tensor.type_as, Tensor.to, Tensor.clone)
 """They change neither the shape nor the order of the entries."""
