@@ -46,15 +46,16 @@ def test_diag_and_full_are_exact(drawn: Drawn, freeze: int, elements: int, data:
             drawn[0].cpu()
 
 
-@given(drawn=network_cases(), overhead=st.sampled_from((-(10**6), 10**6)))
-def test_both_routes_of_the_coupled_last_layer_agree(drawn: Drawn, overhead: int, device: str) -> None:
-    """By points and by pairs: the choice is one of speed."""
+@given(drawn=network_cases(), overhead=st.sampled_from((-(10**6), 10**6)), chunk=st.sampled_from((2**19, 20)))
+def test_both_routes_of_the_coupled_last_layer_agree(drawn: Drawn, overhead: int, chunk: int, device: str) -> None:
+    """By points and by pairs, all at once and a few at a time: the choice is one of speed."""
     drawn[0].requires_grad_()  # a last layer is taken whole, frozen or not
     drawn[2].options["pd_fix"] = "full"
     truth, size = truth_and_size(*drawn)
     count = sum(p.numel() for p in [m for m in drawn[0].modules() if isinstance(m, nn.Linear)][-1].parameters())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(last_layer, "_PAIR_OVERHEAD", overhead)
+        patch.setattr(last_layer, "_chunk_elements", lambda _: chunk)
         found = ggn(drawn, device, subset_of_weights="last_layer").cpu()
     assert close(found, truth.diagonal()[-count:], size)
 
