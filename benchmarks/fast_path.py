@@ -136,7 +136,7 @@ def render(results: Case) -> str:
         "`cc.ggn(structure='diag')` with all that it checks, of a kept `cc.Encoder`, and in the last column of the "
         "module, which it then analyses in every call. Seconds of one thread by the processor, the fastest of several "
         "calls (MiB of memory at its highest above what was held); `x` is the ratio to the side beside it in the same "
-        "process: BackPACK's `DiagGGNExact` of a classification loss, or one backward pass of the batch for each output."
+        "process: BackPACK's `DiagGGNExact` of a classification loss, or a backward pass of the batch for each output."
     )
     head = ["network", "points", "beside", "its seconds", *FIXES, "fixed, analysed in every call"]
     return f"# The exact diagonal of all parameters\n\n{text}\n\n{table(head, rows)}\n"
