@@ -174,7 +174,11 @@ def measure_time(
 
 
 def take_turns(
-    functions: dict[str, Callable[[], object]], rounds: int, enough: float = float("inf"), at_least: float = 0.0
+    functions: dict[str, Callable[[], object]],
+    rounds: int,
+    enough: float = float("inf"),
+    at_least: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of every call; the functions alternate, so that a busy moment of the machine strikes all of them.
 
@@ -183,6 +187,7 @@ def take_turns(
         rounds: Calls of each.
         enough: Seconds after which a slow one is not called again.
         at_least: Seconds for which the rounds go on, however many there are.
+        clock: Tells the seconds: by the clock, or ``time.process_time``.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     started = time.perf_counter()
@@ -190,9 +195,9 @@ def take_turns(
         rounds -= 1
         for name, function in functions.items():
             if sum(seconds[name]) <= enough:
-                start = time.perf_counter()
+                start = clock()
                 function()
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 

@@ -42,6 +42,7 @@ from .losses import (
 )
 from .losses.choice import output_hessian
 from .network.adapters import EncoderOutput, with_last_layer
+from .network.encoder import Encoder
 from .network.two_towers import TwoTowers
 from .online import OnlineLaplace
 from .options import Distance, Normalization, PDFix
@@ -83,7 +84,8 @@ __all__ = [
     "unregister",
     "OnlineLaplace",
     "EmbeddingDistribution",
-    # encoders from elsewhere
+    # encoders: analysed once, and from elsewhere
+    "Encoder",
     "EncoderOutput",
     "with_last_layer",
     # data that many machines share

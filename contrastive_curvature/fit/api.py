@@ -52,7 +52,10 @@ def ggn(
     in evaluation mode and does not change; a model in half precision is computed in float32.
 
     Args:
-        model: Any module that maps ``x`` to (N, D); an l2-normalisation module at its end is skipped.
+        model: Any module that maps ``x`` to (N, D); an l2-normalisation module at its end is skipped. Each call
+            analyses it first, a fifth of the time for a small network: for many calls, pass one
+            :class:`contrastive_curvature.Encoder` of it. Its weights may change between the calls; if anything else
+            did, it is refused.
         x: A batch of N points, a tensor or a mapping of tensors.
         labels: Integer class labels, shape (N,).
         pairs: Instead of labels: index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, boolean masks
@@ -101,10 +104,13 @@ def ggn(
     if not isinstance(model, nn.Module):
         raise InputTypeError("model", "a torch.nn.Module", f"a {type(model).__name__}")
     check_one_encoder(model)
+    if isinstance(model, Encoder):
+        model.require_unchanged()
     x = check_inputs(tokenized(model, x))
     model, x = _lift_half(model, x)
     with evaluation_mode(model), torch.no_grad():
-        encoder = Encoder(model, x)
+        encoder = model if isinstance(model, Encoder) else Encoder(model)
+        encoder.analyse(x)
         check_encoder(encoder, chosen)
         pullback = make_pullback(encoder, subset_of_weights)
         # Checked before the batch runs, because errors in labels or pairs do not depend on the outputs.

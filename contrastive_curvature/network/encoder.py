@@ -38,8 +38,8 @@ from contrastive_curvature.network.call import (
 )
 from contrastive_curvature.network.given_features import FEATURES, LAST_LAYER, has_features
 from contrastive_curvature.network.inputs import Inputs, few_points, made_up_inputs, slice_inputs
+from contrastive_curvature.network.threads import OwnThreadHook, users_hooks, watched
 from contrastive_curvature.network.threads import evaluation_mode as evaluation_mode
-from contrastive_curvature.network.threads import users_hooks, watched
 
 Key = str | int | None
 """Name of an entry of a mapping that a module takes and returns; ``None`` where it takes and returns tensors."""
@@ -408,6 +408,9 @@ class Features(NamedTuple):
 class Encoder(nn.Module):
     """An analysed encoder; calling it returns the raw outputs, before any l2-normalisation.
 
+    Keep one for many calls of :func:`contrastive_curvature.ggn`, which then do not analyse the model again; its weights
+    may change between them.
+
     This class also replaces laplace-torch's feature extractor for a last-layer posterior. That extractor assumes that
     the last module to run is the last layer; in an encoder, the last module is often a normalisation.
 
@@ -426,6 +429,8 @@ class Encoder(nn.Module):
         place: The place of the raw outputs.
         normalized: Whether the raw outputs have unit norm, because no earlier output could be reached.
         call: Calls the model, and selects the embeddings among its outputs.
+        layer_analysis: What :mod:`contrastive_curvature.network.layerwise` found out about the layers, after a key that
+            says for which parameters and inputs; every batch is checked against it.
     """
 
     dim: int
@@ -447,6 +452,8 @@ class Encoder(nn.Module):
         self._wanted_layer = last_layer_name
         self._probe_points: str | None = None
         self._saw_inputs = False
+        self._parts: dict[str, tuple[Any, ...]] | None = None
+        self.layer_analysis: tuple[Any, Any] | None = None
         if probe is not None:
             self.analyse(probe)
 
@@ -497,7 +504,22 @@ class Encoder(nn.Module):
             self.last_layer_name = _name_of(layers[-1], self.model)
             self._runs = sum(record.module is layers[-1] for record in records)
             refuse_compiled_layer(self.model, self.last_layer_name)
-        self._saw_inputs = True
+        self._parts, self._saw_inputs = _parts_of(self.model), True
+
+    def require_unchanged(self) -> None:
+        """Refuse a model that is not as it was when it was analysed, apart from its weights.
+
+        Raises:
+            InputError: A module, a hook, or an option of a module (a number, a text or a function) differs.
+        """
+        now, before = _parts_of(self.model), self._parts
+        if before is None or now == before:
+            return
+        name = next(name for name in (*before, *now) if before.get(name) != now.get(name))
+        which = f"module {name!r}" if name else "the model itself"
+        wanted = "an Encoder whose model is as it was when it was analysed, apart from its weights"
+        got = f"other modules, hooks or options of {which}"
+        raise InputError("model", wanted, got, "Make a new one, contrastive_curvature.Encoder(model, x).")
 
     @property
     def last_layer(self) -> nn.Linear | None:
@@ -614,6 +636,24 @@ class Encoder(nn.Module):
         """Run the model; an error that ``x`` causes inside it becomes one that names ``x``."""
         with naming_the_input(x, self._probe_points):
             return self.call(self.model, x)
+
+
+def _parts_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Return by name every module, the keys of its forward hooks, which torch never gives twice, and its options."""
+    parts = {}
+    for name, module in model.named_modules():
+        tables = module._forward_pre_hooks, module._forward_hooks
+        hooks = [key for table in tables for key, hook in table.copy().items() if not isinstance(hook, OwnThreadHook)]
+        # What torch.compile leaves in a module is not copied with it.
+        own = {} if "_orig_mod" in module._modules else vars(module)
+        options = {
+            key: value
+            for key, value in own.items()
+            if key not in ("training", "_compiled_call_impl")
+            and (isinstance(value, (bool, int, float, str)) or callable(value))
+        }
+        parts[name] = module, hooks, options
+    return parts
 
 
 def _name_of(module: nn.Module, model: nn.Module) -> str:

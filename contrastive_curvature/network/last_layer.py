@@ -36,8 +36,9 @@ _SPARE = 8
 _PAIR_OVERHEAD = 40
 """Making the product phi_i phi_j of a pair costs about as much memory traffic as this many multiply-adds."""
 
-_CHUNK_ELEMENTS = 2**21
-"""Numbers in a temporary product of features; more would leave the cache, and for a data set fill the memory."""
+_CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 2**19, 2**21
+"""Numbers in a temporary product of features. More leave a CPU's cache, and the system takes the memory back after
+every chunk: listed pairs then take twice as long. On a GPU, starting a small product takes longer than the product."""
 
 
 class LastLayerPullback(Pullback):
@@ -91,11 +92,11 @@ class LastLayerPullback(Pullback):
     @full_precision
     @override
     def diag(self, context: Any, blocks: Blocks) -> Tensor:
-        m, width = blocks.diagonal(), context.shape[1] + self.bias
+        m, width = blocks.diagonal(), context.shape[1]
         out = m.new_zeros(m.shape[1], width)
-        for rows in chunks(len(context), _CHUNK_ELEMENTS // width):
-            out.addmm_(m[rows].T, self._extended(context[rows]).square())
-        return self._flat(out)
+        for rows in chunks(len(context), _chunk_elements(m) // max(1, width)):
+            out.addmm_(m[rows].T, context[rows].square())
+        return torch.cat([out.flatten(), m.sum(0)]) if self.bias else out.flatten()
 
     @full_precision
     @override
@@ -120,12 +121,11 @@ class LastLayerPullback(Pullback):
         if not cross.y.numel():
             return cross.u_rows.new_zeros(self.n_params)
         pairs = cross.pairs()
-        left, right = self._extended(rows), self._extended(columns)
         if dim * cross.y.numel() <= pairs.shape[0] * (dim + _PAIR_OVERHEAD):
-            out = _cross_by_points(cross, left, right)
+            weight, bias = _cross_by_points(cross, rows, columns)
         else:
-            out = _cross_by_pairs(cross, left, right, pairs)
-        return self._flat(out)
+            weight, bias = _cross_by_pairs(cross, rows, columns, pairs)
+        return torch.cat([weight.flatten(), bias]) if self.bias else weight.flatten()
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
         """See :meth:`Pullback.output_covariance`; the outputs are independent."""
@@ -177,26 +177,39 @@ def diag_last_layer_variance(phi: Tensor, variance: Tensor, dim: int) -> Tensor:
     return out + variance[weights:] if variance.numel() > weights else out
 
 
-def _cross_by_points(cross: CrossBlocks, left: Tensor, right: Tensor) -> Tensor:
-    """Return the quadratic forms ``phi_f^T M_k phi_f`` (D, F) for every output k, in O(R C F D); for few outputs."""
+def _chunk_elements(like: Tensor) -> int:
+    return _GPU_CHUNK_ELEMENTS if like.is_cuda else _CHUNK_ELEMENTS
+
+
+def _cross_by_points(cross: CrossBlocks, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the quadratic forms ``phi_f^T M_k phi_f`` (D, F) for every output k, and the sum of ``M_k``, (D,).
+
+    Takes O(R C F D); for few outputs.
+    """
     out = left.new_empty(cross.u_rows.shape[1], left.shape[1])
+    total = left.new_empty(len(out))
     cosine = cross.cosine()
-    for k in range(out.shape[0]):
-        out[k] = (cross.axis(k, cosine) @ right).mul_(left).sum(0)
-    return out
+    for k in range(len(out)):
+        entries = cross.axis(k, cosine)
+        out[k], total[k] = (entries @ right).mul_(left).sum(0), entries.sum()
+    return out, total
 
 
-def _cross_by_pairs(cross: CrossBlocks, left: Tensor, right: Tensor, pairs: Tensor) -> Tensor:
-    """Return a (D, K) x (K, F) product over the pairs with a block, in chunks."""
+def _cross_by_pairs(cross: CrossBlocks, left: Tensor, right: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same sums by a (D, K) x (K, F) product over the pairs with a block, in chunks."""
     out = left.new_zeros(cross.u_rows.shape[1], left.shape[1])
-    step = max(1, _CHUNK_ELEMENTS // max(out.shape))
+    total = left.new_zeros(len(out))
+    step = max(1, _chunk_elements(out) // max(out.shape))
     for i, j in (chunk.unbind(1) for chunk in pairs.split(step)):
-        out.addmm_(cross.diagonals(i, j).T, left[i] * right[j])
+        entries = cross.diagonals(i, j)
+        out.addmm_(entries.T, left[i].mul_(right[j]))
+        total += entries.sum(0)
     if not cross.symmetric:
-        return out
-    out *= 2
+        return out, total
     itself = cross.itself()
-    return out if itself is None else out + itself.T @ left.square()
+    if itself is None:
+        return out.mul_(2), total.mul_(2)
+    return out.mul_(2).addmm_(itself.T, left.square()), total.mul_(2).add_(itself.sum(0))
 
 
 def sketch_size(width: int, rank: int | None) -> int:

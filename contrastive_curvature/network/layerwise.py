@@ -32,6 +32,7 @@ from contrastive_curvature.hessian.blocks import Blocks, SignedFactor
 from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
 from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.network.call import describe_points
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, few_points, input_length, map_tensors
 from contrastive_curvature.network.layer_parts import MatrixBlock, ParameterBlock, chunk_of_entries
@@ -286,7 +287,7 @@ class LayerwisePullback(ModulePullback):
         """Run ``compute`` on the layers; run it again if the batch uses parameters in an unknown way."""
         with torch.inference_mode(False), torch.enable_grad():
             if self.analysis is _UNKNOWN and input_length(context):
-                self.analysis = analyse_layers(self._running, self.trainable, _outside_inference(few_points(context)))
+                self.analysis = self._analysed(few_points(context))
                 if self.analysis.lacking:
                     self._give_up({*self.analysis.lacking})
             while True:
@@ -295,6 +296,15 @@ class LayerwisePullback(ModulePullback):
                         return compute()
                 except NotVerifiedError as error:
                     self._give_up(error.numbers)
+
+    def _analysed(self, few: Inputs) -> LayerAnalysis:
+        """Return the analysis of the layers, which the encoder keeps for the next pullback."""
+        key = (*self.names, describe_points(few))
+        if self.encoder.layer_analysis is None or self.encoder.layer_analysis[0] != key:
+            found = analyse_layers(self._running, self.trainable, _outside_inference(few))
+            self.encoder.layer_analysis = key, found
+            return found
+        return self.encoder.layer_analysis[1]
 
     def tapes(self, context: Any, columns: int = 1) -> Iterator[tuple[slice, Tape]]:
         """Run points in chunks of bounded memory, for gradients of ``columns`` columns at once."""

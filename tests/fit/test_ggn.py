@@ -46,15 +46,16 @@ def test_diag_and_full_are_exact(drawn: Drawn, freeze: int, elements: int, data:
             drawn[0].cpu()
 
 
-@given(drawn=network_cases(), overhead=st.sampled_from((-(10**6), 10**6)))
-def test_both_routes_of_the_coupled_last_layer_agree(drawn: Drawn, overhead: int, device: str) -> None:
-    """By points and by pairs: the choice is one of speed."""
+@given(drawn=network_cases(), overhead=st.sampled_from((-(10**6), 10**6)), chunk=st.sampled_from((2**19, 20)))
+def test_both_routes_of_the_coupled_last_layer_agree(drawn: Drawn, overhead: int, chunk: int, device: str) -> None:
+    """By points and by pairs, all at once and a few at a time: the choice is one of speed."""
     drawn[0].requires_grad_()  # a last layer is taken whole, frozen or not
     drawn[2].options["pd_fix"] = "full"
     truth, size = truth_and_size(*drawn)
     count = sum(p.numel() for p in [m for m in drawn[0].modules() if isinstance(m, nn.Linear)][-1].parameters())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(last_layer, "_PAIR_OVERHEAD", overhead)
+        patch.setattr(last_layer, "_chunk_elements", lambda _: chunk)
         found = ggn(drawn, device, subset_of_weights="last_layer").cpu()
     assert close(found, truth.diagonal()[-count:], size)
 
@@ -163,3 +164,114 @@ def test_normalisation_in_place_is_looked_through(device: str) -> None:
     for subset in ("all", "last_layer"):
         found = cc.ggn(nn.Sequential(body, InPlace()), x, labels, subset_of_weights=subset)
         assert torch.equal(found, cc.ggn(body, x, labels, subset_of_weights=subset))
+
+
+class Flagged(nn.Module):
+    """A network that normalises its outputs where a flag says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.out, self.normalize = nn.Linear(4, 5), nn.Linear(5, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.out(torch.tanh(self.body(x)))
+        return nn.functional.normalize(z, dim=1) if self.normalize else z
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), cc.L2Norm())
+
+
+@pytest.mark.parametrize("make", [layers, Flagged, AddedTable])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"structure": "full"},
+        {"structure": "kron"},
+        {"pd_fix": "positive"},
+        {"subset_of_weights": "last_layer"},
+        {"subset_of_weights": torch.tensor([0, 3, 11])},
+    ],
+    ids=str,
+)
+def test_a_kept_encoder_is_analysed_once(make: Any, options: dict[str, Any], device: str) -> None:
+    """Its weights, which of them are trainable, and the number of inputs change; the model runs as often as it must."""
+    torch.manual_seed(0)
+    model = make().double().to(device)
+    x = torch.randn(9, 12 if make is AddedTable else 4, dtype=torch.float64, device=device)
+    y = torch.arange(9, device=device) % 3
+    runs: list[int] = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    encoder = cc.Encoder(model, x[:4])
+    first = next(model.parameters())
+    for n, trainable in ((9, True), (5, True), (9, False)):
+        first.requires_grad_(trainable)
+        for p in model.parameters():
+            p.data.mul_(1.1)
+        runs.clear()
+        found, often = cc.ggn(encoder, x[:n], y[:n], **options), len(runs)
+        runs.clear()
+        truth = cc.ggn(model, x[:n], y[:n], **options)
+        assert often < len(runs)
+        assert often == 1 or "last_layer" not in options.values()
+        for a, b in zip(parts(found), parts(truth), strict=True):
+            assert torch.equal(a, b)
+
+
+def parts(curvature: Any) -> list[Tensor]:
+    """Return a tensor, or all Kronecker factors."""
+    return [curvature] if isinstance(curvature, Tensor) else [factor for group in curvature for factor in group]
+
+
+def test_a_kept_encoder_gives_the_dense_curvature_of_new_weights(device: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = Flagged().double().to(device), torch.randn(9, 4).double().to(device), torch.arange(9) % 3
+    encoder = cc.Encoder(model, x)
+    for p in model.parameters():
+        p.data += 0.3
+    truth = dense_ggn(model, x, y.to(device), distance="arccos", pd_fix="full", margin=None).diagonal()
+    assert close(cc.ggn(encoder, x, y.to(device), pd_fix="full", margin=None, clamp=False), truth)
+
+
+def test_the_layers_of_a_kept_encoder_are_analysed_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = layers().to(device), torch.randn(6, 4).to(device), torch.arange(6, device=device) % 3
+    encoder, analysed = cc.Encoder(model, x), []
+    analyse = layerwise.analyse_layers
+    monkeypatch.setattr(layerwise, "analyse_layers", lambda *given: analysed.append(1) or analyse(*given))
+    for _ in range(2):
+        cc.ggn(encoder, x, y)
+    assert len(analysed) == 1
+    model[0].bias.requires_grad_(False)
+    cc.ggn(encoder, x, y)
+    assert len(analysed) == 2
+
+
+CHANGES = {
+    "a module more": lambda model: model.add_module("scale", nn.Linear(3, 3)),
+    "another module": lambda model: model.__setattr__("out", nn.Linear(5, 3)),
+    "a hook": lambda model: model.body.register_forward_hook(lambda *given: given[-1] * 2),
+    "a hook before": lambda model: model.out.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
+    "an option": lambda model: model.__setattr__("normalize", True),
+    "another forward": lambda model: model.__setattr__("forward", lambda x: model.body(x)),
+    "a parametrisation": lambda model: nn.utils.parametrizations.weight_norm(model.out),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_a_kept_encoder_whose_model_changed_is_refused(change: str, weights: str) -> None:
+    model, x, y = Flagged(), torch.randn(6, 4), torch.arange(6) % 3
+    encoder = cc.Encoder(model, x)
+    cc.ggn(encoder, x, y, subset_of_weights=weights)
+    CHANGES[change](model)
+    with pytest.raises(cc.InputError, match=r"as it was when it was analysed.*Make a new one"):
+        cc.ggn(encoder, x, y, subset_of_weights=weights)
+
+
+def test_an_encoder_that_is_not_analysed_yet_is_by_its_first_batch() -> None:
+    model, x, y = layers(), torch.randn(6, 4), torch.arange(6) % 3
+    encoder = cc.Encoder(model)
+    assert torch.equal(cc.ggn(encoder, x, y), cc.ggn(model, x, y))
+    model.append(nn.Linear(3, 3))
+    with pytest.raises(cc.InputError, match="module"):
+        cc.ggn(encoder, x, y)
