@@ -1,10 +1,11 @@
 """Predictions of a posterior of all weights: the exact covariance, and samples of the linearised network.
 
-Times are processor times with one thread, as multiples of a forward pass of the same inputs, the smallest of several.
-The scatter is the standard deviation of `uncertainty` over repetitions, relative to the exact one, on the mean of the
-inputs; beside it what `uncertainty_error` says.
+Times are processor times with one thread, as multiples of a forward pass of the same inputs, the smallest of several;
+of a fit, multiples of an epoch (forward and backward over the same points). The scatter is the standard deviation of
+`uncertainty` over repetitions, relative to its mean; beside it what `uncertainty_error` says. laplace-torch's own
+classification forms Jacobians (B, D, P), so it gets one input at a time.
 
-    python -m benchmarks.all_weights [--network mlp resnet18] [--samples 10] [--exact]
+    python -m benchmarks.all_weights [--network mlp resnet18] [--structure diag kron] [--samples 10] [--exact]
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 import torchvision
 from laplace import Laplace
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-import contrastive_curvature  # noqa: F401
+import contrastive_curvature as cc
 from benchmarks.machine import describe, machine_line
 
 INPUTS, OUTPUTS, REPETITIONS = 16, 32, 5
@@ -49,12 +51,35 @@ def seconds(call: Callable[[], object], times: int) -> float:
     return min(found)
 
 
+def points(n: int) -> tuple[Tensor, Tensor]:
+    """Made-up images of eight classes, and their labels."""
+    labels = torch.arange(n) % 8
+    return torch.randn(n, 3, 32, 32) + torch.randn(8, 3, 32, 32)[labels], labels
+
+
+def trained(name: str, x: Tensor, labels: Tensor) -> nn.Module:
+    """A network after a few steps: the outputs of one with random weights are nearly the same for every input."""
+    net = NETWORKS[name]()
+    loss, optimizer = cc.ContrastiveLoss(margin=0.5), torch.optim.Adam(net.parameters(), 1e-3)
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss(net(x), labels).backward()
+        optimizer.step()
+    return net.eval()
+
+
+def epoch(net: nn.Module, loader: list[tuple[Tensor, Tensor]]) -> None:
+    """Forward and backward over all batches."""
+    for batch, _ in loader:
+        net(batch).square().sum().backward()
+        net.zero_grad()
+
+
 def lines(name: str, structure: str, samples: int, exact: bool) -> list[str]:
     """What is measured of one network and one structure."""
     torch.manual_seed(0)
-    net = NETWORKS[name]().eval()
-    labels = torch.arange(64) % 8
-    x = torch.randn(64, 3, 32, 32) + torch.randn(8, 3, 32, 32)[labels]
+    x, labels = points(64)
+    net = trained(name, x, labels)
     kwargs = {"mc_samples": 1} if structure == "diag" else {}
     la = Laplace(net, "contrastive", "all", structure, backend_kwargs={"pd_fix": "psd", **kwargs})
     loader = [(x[k : k + 32], labels[k : k + 32]) for k in (0, 32)]
@@ -63,18 +88,7 @@ def lines(name: str, structure: str, samples: int, exact: bool) -> list[str]:
     fit = time.process_time() - start
     la.optimize_prior_precision()
     few = x[:INPUTS]
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            out: Tensor = net(few)
-        return out
-
-    def epoch() -> None:
-        for batch, _ in loader:
-            net(batch).square().sum().backward()
-            net.zero_grad()
-
-    one, of_epoch = seconds(forward, 5), seconds(epoch, 2)
+    one, of_epoch = seconds(lambda: forward(net, few), 5), seconds(lambda: epoch(net, loader), 2)
     sampled = seconds(lambda: la(few, n_samples=samples), 3) / one
     outs = [la(few, n_samples=samples) for _ in range(REPETITIONS)]
     angles = torch.stack([out.uncertainty for out in outs])
@@ -92,19 +106,43 @@ def lines(name: str, structure: str, samples: int, exact: bool) -> list[str]:
     return said
 
 
+def forward(net: nn.Module, x: Tensor) -> Tensor:
+    """A forward pass without gradients."""
+    with torch.no_grad():
+        out: Tensor = net(x)
+    return out
+
+
+def of_laplace_torch(name: str) -> str:
+    """The diagonal and a prediction of laplace-torch's own classification, for the same network."""
+    torch.manual_seed(0)
+    x, labels = points(4)
+    net, loader = NETWORKS[name]().eval(), [(x[k : k + 1], labels[k : k + 1]) for k in range(4)]
+    la = Laplace(net, "classification", "all", "diag")
+    start = time.process_time()
+    la.fit(DataLoader(TensorDataset(x, labels), 1))
+    fit = (time.process_time() - start) / seconds(lambda: epoch(net, loader), 2)
+    took = seconds(lambda: la(x[:1]), 2) / seconds(lambda: forward(net, x[:1]), 5)
+    return f"{name} diag, laplace-torch's classification, one input at a time: fit {fit:.0f} epochs; {took:.0f} passes"
+
+
 def main() -> None:
     """Print everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", nargs="+", choices=NETWORKS, default=["resnet18", "vit"])
+    parser.add_argument("--structure", nargs="+", choices=["diag", "kron"], default=["diag"])
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--exact", action="store_true", help="the exact covariances beside them")
+    parser.add_argument("--laplace-torch", action="store_true", help="laplace-torch's own classification beside them")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     print(machine_line(describe()))
     for name in options.network:
-        for structure in ("diag", "kron"):
+        for structure in options.structure:
             print(*lines(name, structure, options.samples, options.exact), sep="\n", flush=True)
+        if options.laplace_torch:
+            print(of_laplace_torch(name), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -169,7 +168,7 @@ class Recorder(TorchFunctionMode):
     def proves(self, z: Tensor) -> bool:
         """Return whether the layers are right by construction: outputs of functions that keep each point in its place.
 
-        Autograd's graph shows what the mode cannot see: functions with a gradient of their own, and uses in a script.
+        Autograd's graph shows the uses that the mode cannot see, in a script or in another thread.
         """
         if not self.in_place or self.unknown or z.grad_fn is None:
             return False
@@ -179,8 +178,6 @@ class Recorder(TorchFunctionMode):
             if node in seen:
                 continue
             seen.add(node)
-            if isinstance(node, BackwardCFunction):
-                return False
             for following, _ in node.next_functions:
                 if following is None:
                     continue

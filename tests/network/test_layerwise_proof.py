@@ -176,12 +176,26 @@ def by_hooks(m: Any) -> None:
         layer.register_forward_pre_hook(lambda _, args: (turned(args[0]),))
 
 
+def by_a_script(m: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        m[2] = torch.jit.script(m[2])
+
+
 def by_own_forward(m: Any) -> None:
     for layer in (m[2], m[4]):
         layer.forward = lambda x, layer=layer: F.linear(turned(x), layer.weight, layer.bias)
 
 
-@each("change, names", [(by_hooks, {"2.weight"}), (by_own_forward, {"2.weight"}), (lambda _: None, set())])
+CHANGES = [
+    (by_hooks, {"2.weight"}),
+    (by_a_script, {"2.weight", "2.bias"}),
+    (by_own_forward, {"2.weight"}),
+    (lambda _: None, set()),
+]
+
+
+@each("change, names", CHANGES)
 def test_layers_in_a_row_are_trusted_unless_somebody_changed_one(change: Any, names: set[str], device: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
