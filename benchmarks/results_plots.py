@@ -19,6 +19,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from benchmarks import products
 from benchmarks.experiments.data import DATASETS, encoder_file, load_data, load_pretrained
 from benchmarks.experiments.plots import draw_all
 from benchmarks.style import COLOURS, GREY, finish, subplots
@@ -121,6 +122,26 @@ def plot_speed(folder: Path) -> Figure:
     return figure
 
 
+def plot_products(folder: Path) -> Figure:
+    """Products with the GGN and the Hessian, and what precedes the first, in gradients of the same loss."""
+    figure, (axes,) = subplots(7, 3.8)
+    cases = _read(folder, "products.json")["cases"]
+    bars = {
+        "before": "before the first product",
+        "ggn": "a product: GGN",
+        "hessian": "with the Hessian, autograd",
+    }
+    for (name, title), colour, shift in zip(bars.items(), COLOURS, (-0.26, 0, 0.26), strict=False):
+        units = [case["seconds"][name] / case["seconds"]["gradient"] for case in cases]
+        axes.barh([place + shift for place in range(len(cases))], units, height=0.24, color=colour, label=title)
+    names = [f"{products.TITLES[case['network']]}, {case['loss']}, {case['points']:,}" for case in cases]
+    axes.set_yticks(range(len(cases)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("gradients of the same loss")
+    finish(axes)
+    return figure
+
+
 def plot_threshold(folder: Path) -> Figure:
     """The share of known inputs that ``is_known(alpha)`` flags, for every encoder."""
     figure, (axes,) = subplots(5, 3.2)
@@ -139,10 +160,16 @@ PLOTS: Mapping[str, Callable[[Path], Figure]] = {
     "transfer": plot_transfer,
     "methods": plot_methods,
     "speed": plot_speed,
+    "products": plot_products,
     "threshold": plot_threshold,
 }
 """The plots by the name of their file."""
-_NEEDED = {"transfer": "transfer/*.json", "speed": "curvature.json", "threshold": "threshold.json"}
+_NEEDED = {
+    "transfer": "transfer/*.json",
+    "speed": "curvature.json",
+    "products": "products.json",
+    "threshold": "threshold.json",
+}
 
 
 def _method_files(folder: Path) -> list[Path]:

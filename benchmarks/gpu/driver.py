@@ -76,6 +76,7 @@ def parts_of(results: Path, work: Path, data: Path, rehearse: bool) -> list[Part
         *tests,
         Part("curvature", ("-m", "benchmarks.curvature", *on, *images, *quick)),
         Part("backends", ("-m", "benchmarks.backends", *on, *quick)),
+        Part("products", ("-m", "benchmarks.products", *on, *quick)),
         Part("scale", ("-m", "benchmarks.scale", *on, *sizes)),
         Part("steps", ("-m", "benchmarks.steps", *on, *quick)),
         Part("fractions", ("-m", "benchmarks.gpu.fractions", str(results))),

@@ -23,6 +23,7 @@ from benchmarks import (
     influence,
     machine,
     output_products,
+    products,
     research,
     scale,
     serving,
@@ -39,7 +40,7 @@ WIDTH, DIM = 10, 4
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("script", [curvature, backends, fast_path, output_products, steps, serving])
+@pytest.mark.parametrize("script", [curvature, backends, fast_path, output_products, products, steps, serving])
 def test_a_script_of_cases_runs_in_small(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = script.__name__.split(".")[-1]
     script.main(["--quick", "--out", str(tmp_path)])
