@@ -4,7 +4,8 @@
 
 ``FOLDER`` has the feature files of ``benchmarks.transfer``; encoders of the sets of ``benchmarks.new_classes`` are made
 here and added to it. Prints the tables of benchmarks/results/right.md. Figures of an encoder are kept beside its
-feature file. What would be chosen on all families but one is judged on the one that is left out.
+feature file. What would be chosen on all families but one is judged on the one that is left out. The last table is of
+queries some of which have a class that the gallery lacks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -32,7 +33,7 @@ from benchmarks.transfer.feature_file import FeatureFile, load_features, save_fe
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
 from contrastive_curvature.metrics import auroc
 from contrastive_curvature.retriever import rule
-from contrastive_curvature.retriever.evidence import COLUMNS, Embedded, Searched, evidence
+from contrastive_curvature.retriever.evidence import COLUMNS, FLOOR, Embedded, Searched, evidence
 
 Numbers = NDArray[np.float64]
 
@@ -43,42 +44,65 @@ _MIXED = "(mixed features)"
 """Known inputs, each feature taken from another one of them: what a fit could make up in place of unknown kinds."""
 _CORRUPTED = ("noise", "occlusion", "deletion", "typos")
 _TEMPERATURE = 0.1
-_BASE = tuple(COLUMNS)
-_SEARCH = _BASE[:4]
+_SIGNS = {
+    "match": -1,
+    "mean": -1,
+    "votes": 1,
+    "gap": -1,
+    "uncertainty": -1,
+    "novelty": -1,
+    "softmax": 1,
+    "softmax of ten": 1,
+}
+_ALL = tuple(_SIGNS)
+_SEARCH = _ALL[:4]
+_FIVE = (*_SEARCH, "uncertainty")
 VARIANTS = {
-    "six": _BASE,
-    "no uncertainty": tuple(name for name in _BASE if name != "uncertainty"),
-    "no novelty": tuple(name for name in _BASE if name != "novelty"),
-    "four": _SEARCH,
-    "six, softmax": (*_BASE, "softmax"),
-    "four, softmax": (*_SEARCH, "softmax"),
-    "softmax for votes": ("match", "mean", "gap", "softmax"),
+    "six": (*_FIVE, "novelty"),
+    "no novelty": _FIVE,
+    "no uncertainty": (*_SEARCH, "novelty"),
+    "neither": _SEARCH,
+    "six, softmax": (*_FIVE, "novelty", "softmax"),
+    "no novelty, softmax": (*_FIVE, "softmax"),
+    "neither, softmax": (*_SEARCH, "softmax"),
+    "no novelty, softmax of ten": (*_FIVE, "softmax of ten"),
+    "no novelty, softmax of ten for votes": ("match", "mean", "gap", "uncertainty", "softmax of ten"),
     "softmax alone": ("softmax",),
     "gap alone": ("gap",),
 }
-"""Columns of both regressions. The others are the same number for all queries, which says nothing."""
-_ALL = (*_BASE, "softmax")
+"""Columns of both regressions; six are the library's. The others are one number for all queries, which says nothing."""
 
 
-def softmax_vote(queries: Embedded, points: Embedded, classes: torch.Tensor, without: torch.Tensor | None) -> Numbers:
-    """Return the logits (N,) of the match's class under a softmax over the gallery's cosines."""
-    logits = (queries.directions @ points.directions.T).double() / _TEMPERATURE
-    if without is not None:
-        logits.masked_fill_(classes == without[:, None], -torch.inf)
-    same = classes == classes[logits.argmax(1)][:, None]
+def softmax_votes(queries: Embedded, points: Embedded, classes: torch.Tensor, without: torch.Tensor | None) -> Numbers:
+    """Return the logits (N, 2) of the match's class under a softmax of cosines.
+
+    The first is over the gallery; the second over ten hits and the nearest point of another class, which any index has.
+    """
     # With one class in the gallery there is no other; then as far as two opposite points.
-    least = torch.tensor(-1 / _TEMPERATURE, dtype=torch.float64)
-    sides = [logits.masked_fill(~side, -torch.inf).logsumexp(1).maximum(least) for side in (same, ~same)]
-    return (sides[0] - sides[1]).numpy()
+    parts, least = [], torch.tensor(-1 / _TEMPERATURE)
+    for rows in torch.arange(len(queries)).split(1000):
+        logits = (queries.directions[rows] @ points.directions.T) / _TEMPERATURE
+        if without is not None:
+            logits.masked_fill_(classes == without[rows, None], -torch.inf)
+        same = classes == classes[logits.argmax(1)][:, None]
+        sides = [logits.masked_fill(~side, -torch.inf) for side in (same, ~same)]
+        tenth = logits.topk(min(10, len(classes)), dim=1).values[:, -1:]
+        near = [side.masked_fill(side < torch.minimum(tenth, side.amax(1, keepdim=True)), -torch.inf) for side in sides]
+        votes = [torch.sub(*(side.logsumexp(1).maximum(least) for side in both)) for both in (sides, near)]
+        parts.append(torch.stack(votes, 1).double().numpy())
+    return np.concatenate(parts)
 
 
 def searched(parts: Encoded, queries: Embedded, without: torch.Tensor | None = None) -> Searched:
-    """Search, and append the softmax vote to the evidence."""
+    """Search, and append to the evidence what the posterior says of the query alone, and the softmax vote."""
     columns, match = evidence(queries, parts.points.directions, parts.classes, without)
-    vote = softmax_vote(queries, parts.points, parts.classes, without)
+    votes = softmax_votes(queries, parts.points, parts.classes, without)
     of = parts.truth if queries is parts.known else torch.full((len(match),), -1)
     right = (parts.classes[match] == of) & (without is None)
-    return Searched(np.column_stack([columns, vote]), queries.novelty, right.numpy(), of.numpy())
+    alone = np.log(np.stack([queries.uncertainty, queries.novelty], axis=1).clip(FLOOR))
+    return Searched(
+        np.column_stack([columns[:, : len(_SEARCH)], alone, votes]), queries.novelty, right.numpy(), of.numpy()
+    )
 
 
 def only(found: Searched, names: Sequence[str]) -> Searched:
@@ -95,13 +119,20 @@ def unknown_of(content: FeatureFile) -> dict[str, Any]:
     return {**content.unknown, **worst, _MIXED: mixed}
 
 
-def judged(content: FeatureFile, splits: int) -> dict[str, Any]:
-    """Return figures of each split, by variant and measure, and those of the scores of unknown inputs."""
+def judged(content: FeatureFile, splits: int, strangers: str | None = None) -> dict[str, Any]:
+    """Return figures of each split, by variant and measure, and those of the scores of unknown inputs.
+
+    Inputs of the unknown kind ``strangers`` are queries like the others, whose class the gallery lacks.
+    """
     parts = encoded(content, unknown_of(content))
+    if strangers is not None:
+        more = parts.unknown.pop(strangers)
+        truth = torch.cat([parts.truth, torch.full((len(more),), -1)])
+        parts = parts._replace(known=Embedded.cat([parts.known, more]), truth=truth)
     queries, absent = searched(parts, parts.known), searched(parts, parts.known, parts.truth)
     kinds = {kind: searched(parts, inputs) for kind, inputs in parts.unknown.items()}
     n, error = len(queries), float(1 - queries.right.mean())
-    both = queries.evidence[:, [_BASE.index("novelty"), _BASE.index("mean")]]
+    both = queries.evidence[:, [_ALL.index("novelty"), _ALL.index("mean")]]
     dim, width = content.weight.shape
     fit = {
         "features": width,
@@ -147,7 +178,7 @@ def _rule_figures(
     # The gap, or a single number, earns its weight freely, as in the library.
     free = [name == "gap" or len(columns) == 1 for name in _ALL]
     with (
-        patch.dict(COLUMNS, softmax=1),
+        patch.dict(COLUMNS, _SIGNS, clear=True),
         patch.object(rule, "RIGHT", (0.1, np.where(free, 0.1, 10.0))),
         patch.object(rule, "PRESENT", (1.0, np.ones(len(_ALL)))),
     ):
@@ -170,7 +201,7 @@ def _rule_figures(
         "wrong": float((~right[both]).mean()) if both.any() else 0.0,
         "wrong, alone": float((~right[one]).mean()) if one.any() else 0.0,
         "matches": float(promises.answered(fitted, lacking).mean()),
-        "unknown": float(np.mean(of_unknown)),
+        "unknown": float(np.mean(of_unknown)) if of_unknown else float("nan"),
         **{f"weight of {name}": abs(float(fitted.right.weights[k])) for k, name in enumerate(_ALL)},
         **{f"present: weight of {name}": abs(float(fitted.present.weights[k])) for k, name in enumerate(_ALL)},
     }
@@ -192,7 +223,7 @@ SCORES: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
 
 
 def _unknown_figures(held: Searched, new: Searched, found: Searched) -> dict[str, dict[str, float]]:
-    raw = [(some.novelty, some.evidence[:, _BASE.index("mean")]) for some in (held, new, found)]
+    raw = [(some.novelty, some.evidence[:, _ALL.index("mean")]) for some in (held, new, found)]
     ranks = [tuple(_ranks(raw[0][k], part[k]) for k in range(2)) for part in raw]
     out = {}
     for name, score in SCORES.items():
@@ -254,6 +285,32 @@ def _inputs(name: str) -> tuple[Any, ...]:
     return x, y, order[::2], order[1::2], _unknown_inputs(name, x, order[1::2][:1000])
 
 
+_STRANGERS = "new classes"
+
+
+def _make_without(name: str, seed: int) -> FeatureFile:
+    """Train the encoder of ``benchmarks.new_classes`` without some classes, whose inputs are a sixth of all queries."""
+    read, unseen = new_classes.SETS[name]
+    split = list(new_classes.splits(*read(), unseen, seed + 1))[seed]
+    encoder = new_classes.supcon(*split.train)
+
+    def features(values: NDArray[np.float32]) -> NDArray[np.float32]:
+        with torch.no_grad():
+            return encoder[:-1](torch.from_numpy(np.ascontiguousarray(values))).numpy()
+
+    known, labels = (np.concatenate(both) for both in zip(split.held, split.test, strict=True))
+    rows = np.random.default_rng(0).permutation(len(split.unseen[0]))[: len(known) // 5]
+    return FeatureFile(
+        features(split.train[0]),
+        split.train[1],
+        features(known),
+        labels,
+        encoder[-1].weight.detach().numpy(),
+        encoder[-1].bias.detach().numpy(),
+        {_STRANGERS: features(split.unseen[0][rows])},
+    )
+
+
 def _make(name: str, loss: str) -> FeatureFile:
     """Train an encoder of two layers on half of a set, and return its features."""
     x, y, known, new, unknown = _inputs(name)
@@ -279,11 +336,11 @@ def _make(name: str, loss: str) -> FeatureFile:
 
 def family_of(name: str) -> str:
     """Return the family of an encoder, by the beginning of its name."""
-    return next((title for start, title in FAMILIES.items() if name.startswith(start)), name.rsplit("-", 1)[0])
+    return next((title for start, title in FAMILIES.items() if name.startswith(start)), name.split("-")[0])
 
 
 Results = dict[str, dict[str, Any]]
-_TODAY = "six"
+_NOW = "six"
 _MEASURES = {
     "right": ("right?", 1),
     "log loss": ("log loss", -1),
@@ -307,8 +364,8 @@ def _of_splits(results: Results, names: Sequence[str], variant: str, measure: st
 
 
 def _gain(results: Results, names: Sequence[str], variant: str, measure: str) -> tuple[float, float]:
-    """Return the gain over today's columns, mean over the encoders' splits and its scatter between splits."""
-    apart = _of_splits(results, names, variant, measure) - _of_splits(results, names, _TODAY, measure)
+    """Return the gain over all six, mean over the encoders' splits and its scatter between splits."""
+    apart = _of_splits(results, names, variant, measure) - _of_splits(results, names, _NOW, measure)
     apart = apart * _MEASURES[measure][1]
     return float(apart.mean()), float(apart.std(ddof=1))
 
@@ -337,34 +394,52 @@ def tables(results: Results) -> Iterator[str]:
                 *(_shown([_gain(results, names, variant, key)[0] for names in families.values()]) for key in _MEASURES),
             ]
             for variant in VARIANTS
-            if variant != _TODAY
+            if variant != _NOW
         ],
     )
+    tried = ("no novelty", "no uncertainty", "neither", "no novelty, softmax", "no novelty, softmax of ten")
+    for measure in ("log loss", "answered", "answered, wrong alone"):
+        rows = []
+        for family, names in families.items():
+            gains = (_gain(results, names, variant, measure) for variant in tried)
+            now = float(_of_splits(results, names, _NOW, measure).mean())
+            rows.append([f"{family} ({len(names)})", f"{now:.3f}", *(f"{gain:+.3f} ± {by:.3f}" for gain, by in gains)])
+        yield table([f"{_MEASURES[measure][0]}: gain, scatter of splits", "six", *tried], rows)
     rows = []
     for family, names in families.items():
-        weights = [
-            float(_of_splits(results, names, _TODAY, f"{side}weight of {name}").mean())
+        shown = [
+            float(_of_splits(results, names, _NOW, f"{side}weight of {name}").mean())
             for side in ("", "present: ")
             for name in ("uncertainty", "novelty")
         ]
-        error = mean(results[name]["error"] for name in names)
-        cells = [f"{value:.2f}" for value in weights]
-        for variant in ("four", "four, softmax"):
-            for key in ("log loss", "answered"):
-                gain, scatter = _gain(results, names, variant, key)
-                cells.append(f"{gain:+.3f} ± {scatter:.3f}")
         rates = [
-            f"{float(_of_splits(results, names, variant, key).mean()):.3f}"
-            for key in ("wrong", "matches")
-            for variant in (_TODAY, "four")
+            float(_of_splits(results, names, variant, key).mean())
+            for key in ("wrong", "matches", "unknown")
+            for variant in (_NOW, "no novelty")
         ]
-        rows.append([f"{family} ({len(names)})", f"{error:.3f}", *cells, *rates])
-    head = ["family", "error", "P(right): uncertainty", "novelty", "present: uncertainty", "novelty"]
-    head += [f"{variant}: {key}" for variant in ("four", "four, softmax") for key in ("log loss", "answered")]
-    head += [f"{key}, {variant}" for key in ("wrong", "absent") for variant in (_TODAY, "four")]
-    yield table(head, rows)
+        error = mean(results[name]["error"] for name in names)
+        cells = (*(f"{weight:.2f}" for weight in shown), f"{error / 2:.3f}", *(f"{rate:.3f}" for rate in rates))
+        rows.append([f"{family} ({len(names)})", *cells])
+    head = ["family", "weight in P(right): uncertainty", "novelty", "in the other score: uncertainty", "novelty"]
+    head += ["wrong asked", "wrong, six", "no novelty", "class absent, six", "no novelty"]
+    yield table([*head, "unknown kinds answered, six", "no novelty"], rows)
     yield table(*_left_out(results, families))
     yield from _unknown_tables(results, families)
+
+
+def strangers_table(results: Results) -> str:
+    """Return gains where queries are held out whose class the gallery lacks."""
+    measures, tried = ("right", "log loss", "answered, wrong alone"), ("no novelty", "no uncertainty", "neither")
+    rows = []
+    for family, names in _families(results).items():
+        weights = (
+            float(_of_splits(results, names, _NOW, f"weight of {name}").mean()) for name in ("uncertainty", "novelty")
+        )
+        gains = (_gain(results, names, variant, measure) for measure in measures for variant in tried)
+        shown = (f"{gain:+.3f} ± {scatter:.3f}" for gain, scatter in gains)
+        rows.append([f"{family} ({len(names)})", *(f"{weight:.2f}" for weight in weights), *shown])
+    head = [f"{_MEASURES[measure][0]}: {variant}" for measure in measures for variant in tried]
+    return table(["classes that the gallery lacks among the queries", "weight: uncertainty", "novelty", *head], rows)
 
 
 def _left_out(results: Results, families: dict[str, list[str]]) -> tuple[list[str], list[list[str]]]:
@@ -486,18 +561,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--splits", type=int, default=10, help="of each encoder's queries (default: 10)")
     given = parser.parse_args(arguments)
     for name in _MADE:
-        for loss in LOSSES:
-            path = given.folder / f"{name}-{loss}.npz"
+        made = {f"{name}-{loss}": partial(_make, name, loss) for loss in LOSSES}
+        made |= {f"{name}-without-{seed}": partial(_make_without, name, seed) for seed in range(2)}
+        for title, make in made.items():
+            path = given.folder / f"{title}.npz"
             if not path.is_file():
-                save_features(path, _make(name, loss))
-    results = {}
+                save_features(path, make())
+    results: Results = {}
+    with_strangers: Results = {}
     for path in sorted(given.folder.glob("*.npz")):
-        kept = path.with_suffix(".right.json")
-        if not kept.is_file():
-            kept.write_text(json.dumps(judged(load_features(path), given.splits)))
-            print(f"{path.stem}: judged", flush=True)
-        results[path.stem] = json.loads(kept.read_text())
-    print("\n\n".join(tables(results)))
+        content = load_features(path)
+        left_out = _STRANGERS in content.unknown
+        # With intents left out, the queries are the left-out ones.
+        beyond = "outofscope" if "outofscope" in content.unknown and "unseen" not in path.stem else None
+        if not left_out:
+            results[path.stem] = _kept(path, ".right.json", content, given.splits, None)
+        if strangers := _STRANGERS if left_out else beyond:
+            with_strangers[path.stem] = _kept(path, ".strangers.json", content, given.splits, strangers)
+    print("\n\n".join([*tables(results), strangers_table(with_strangers)]))
+
+
+def _kept(path: Path, ending: str, content: FeatureFile, splits: int, strangers: str | None) -> dict[str, Any]:
+    """Return the figures beside a feature file, which are made if they are not there."""
+    kept = path.with_suffix(ending)
+    if not kept.is_file():
+        kept.write_text(json.dumps(judged(content, splits, strangers)))
+        print(f"{kept.stem}: judged", flush=True)
+    found: dict[str, Any] = json.loads(kept.read_text())
+    return found
 
 
 if __name__ == "__main__":
