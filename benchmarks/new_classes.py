@@ -1,10 +1,11 @@
 """How many queries of classes that nobody knows are answered, where so many are asked for? By the limit's source.
 
-    python -m benchmarks.new_classes [--choices 5] [--sets digits ...]
+    python -m benchmarks.new_classes [--choices 5] [--sets digits ...] [--newton]
 
 Classes are chosen at random that neither the head, nor the gallery, nor the held-out queries have; their queries judge.
 The frozen outputs are pixels and counts of letters, and ``head=True`` trains on them. Characters, functions and names
 are made here from what Python packages ship; none of the four sets had a say in the rules that it judges.
+``--newton`` asks instead whether the curvature of the last layer tells how many queries of unseen classes are answered.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from laplace import Laplace
 from numpy.typing import NDArray
+from scipy.stats import spearmanr
 from sklearn.datasets import load_digits
 from sklearn.feature_extraction.text import HashingVectorizer
 from torch import nn
+from torch.nn.functional import normalize
 
 import contrastive_curvature as cc
 from benchmarks.machine import table
 from contrastive_curvature.retriever.encoding import embedded, fitted_posterior
-from contrastive_curvature.retriever.evidence import Searched
+from contrastive_curvature.retriever.evidence import COLUMNS, Embedded, Searched, evidence
 from contrastive_curvature.retriever.head import with_head
 from contrastive_curvature.retriever.rule import certified
 from contrastive_curvature.retriever.state import coded
@@ -39,6 +43,8 @@ Numbers = NDArray[np.float32]
 Labels = NDArray[np.int64]
 _LEAST, _MOST = 40, 90
 """Points of a class."""
+_SEARCH = 4
+"""Columns of the evidence that come from a search."""
 
 PACKAGES = """
 PIL accelerate babel bs4 click fsspec haystack hypothesis jedi jinja2 joblib jsonschema laplace lightning markdown
@@ -244,6 +250,66 @@ def shares(split: Split, rate: float) -> dict[str, tuple[float, float]]:
     return found
 
 
+def without_parts(split: Split, rate: float, parts: int = 4) -> dict[str, float]:
+    """Return shares that are answered under the limit of classes taken out, and what a Newton step says of them.
+
+    Each quarter of the classes is taken out of the gallery; ``"Newton step"`` also moves the last layer away from what
+    it learned of them. ``"gap"`` is the mean change of the gap of their queries.
+    """
+    encoder = supcon(*split.train)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = cc.Retriever(encoder, None, rate, None).fit(*split.train, held_out=split.held)._now
+
+    def searched(x: Numbers) -> NDArray[np.float64]:
+        return state.searched(embedded(state.posterior, x, "x"), None)[0].evidence
+
+    def share(found: NDArray[np.float64]) -> float:
+        return float((state.rule.present(found) <= state.rule.present_limit).mean())
+
+    loss = cc.SupConLoss(0.1, pd_fix="full")
+    la: Any = Laplace(encoder, "contrastive", "last_layer", backend_kwargs={"loss": loss})
+    x, y = map(torch.from_numpy, split.train)
+    la.fit([(x, y)])
+    la.optimize_prior_precision()
+    rows = []
+    for part in np.array_split(np.random.default_rng(0).permutation(np.unique(split.train[1])), parts):
+        gone, asked = np.isin(split.train[1], part), np.isin(split.held[1], part)
+        moved = la.without([(x, y)], np.flatnonzero(gone).tolist(), newton_step=True)
+        found = []
+        for model in (la.model, moved.model):
+            with torch.no_grad():
+                points, queries = (
+                    normalize(model(part)) for part in (x[~gone], torch.from_numpy(split.held[0][asked]))
+                )
+            columns = evidence(Embedded.alone(queries), points, y[~gone])[0]
+            # What the posterior says of a query alone stays as it is.
+            columns[:, _SEARCH:] = searched(split.held[0][asked])[:, _SEARCH:]
+            found.append(columns)
+        gap = (found[1] - found[0])[:, list(COLUMNS).index("gap")].mean()
+        rows.append((*map(share, found), gap))
+    taken, newton, gap = np.mean(rows, 0)
+    shares = {"never seen": share(searched(split.unseen[0])), "known": share(searched(split.test[0]))}
+    return {**shares, "taken out": float(taken), "Newton step": float(newton), "gap": float(gap)}
+
+
+def newton_table(names: Sequence[str], choices: int, rate: float = 0.05) -> str:
+    """Return means by set, and rank correlations of each number with the share of queries of unseen classes."""
+    rows, shown = [], []
+    for name in names:
+        x, y = SETS[name].read()
+        mine = [without_parts(split, rate) for split in splits(x, y, SETS[name].unseen, choices)]
+        shown.append([name, *(f"{np.mean([row[key] for row in mine]):.3f}" for key in mine[0])])
+        shown.append([f"{name}: correlation", *_correlations(mine)])
+        rows += mine
+    return table(["", *rows[0]], [*shown, ["all: correlation", *_correlations(rows)]])
+
+
+def _correlations(rows: Sequence[dict[str, float]]) -> list[str]:
+    true = [row["never seen"] for row in rows]
+    return [f"{float(spearmanr(true, [row[key] for row in rows]).statistic):+.2f}" for key in rows[0]]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.new_classes",
@@ -252,7 +318,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--choices", type=int, default=10, help="random choices of classes (default: 10)")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--newton", action="store_true", help="judge what a Newton step says of classes taken out")
     chosen = parser.parse_args(arguments)
+    if chosen.newton:
+        print(newton_table(chosen.sets, chosen.choices))
+        return
     for name in chosen.sets:
         kind = SETS[name]
         x, y = kind.read()

@@ -49,8 +49,18 @@ class Asked(NamedTuple):
     unknown: dict[str, Searched]
 
 
-def asked(content: FeatureFile) -> Asked:
-    """Fit the default posterior, and search."""
+class Encoded(NamedTuple):
+    """What is searched, and what with: the gallery, queries of its classes, and unknown inputs by kind."""
+
+    points: Embedded
+    classes: torch.Tensor
+    known: Embedded
+    truth: torch.Tensor
+    unknown: dict[str, Embedded]
+
+
+def encoded(content: FeatureFile, unknown: dict[str, Any]) -> Encoded:
+    """Fit the default posterior, and embed the gallery, its queries and features of unknown inputs."""
     tests, labels = content.test_features, content.test_labels
     if set(labels.tolist()) <= set(content.train_labels.tolist()):
         gallery, of = content.train_features, content.train_labels
@@ -63,7 +73,13 @@ def asked(content: FeatureFile) -> Asked:
         gallery, of, tests, labels = tests[order[::2]], labels[order[::2]], tests[order[1::2]], labels[order[1::2]]
     la = Fitted(content).posterior(DEFAULT)
     points, known = (embedded(la, values, name, False) for values, name in ((gallery, "gallery"), (tests, "queries")))
-    classes, truth = torch.from_numpy(of), torch.from_numpy(labels)
+    kinds = {kind: embedded(la, values, kind, False) for kind, values in unknown.items()}
+    return Encoded(points, torch.from_numpy(of), known, torch.from_numpy(labels), kinds)
+
+
+def asked(content: FeatureFile) -> Asked:
+    """Search with the queries, with these without their class, and with the unknown inputs."""
+    points, classes, known, truth, unknown = encoded(content, content.unknown)
 
     def searched(queries: Embedded, without: torch.Tensor | None = None) -> Searched:
         columns, match = evidence(queries, points.directions, classes, without)
@@ -71,7 +87,7 @@ def asked(content: FeatureFile) -> Asked:
         right = (classes[match] == of) & (without is None)
         return Searched(columns, queries.novelty, right.numpy(), of.numpy())
 
-    kinds = {kind: searched(embedded(la, values, kind, False)) for kind, values in content.unknown.items()}
+    kinds = {kind: searched(queries) for kind, queries in unknown.items()}
     return Asked(searched(known), searched(known, truth), kinds)
 
 
