@@ -34,10 +34,17 @@ def resnet18() -> nn.Module:
     return net
 
 
+def vit_s() -> nn.Module:
+    """ViT-S, of half its depth, on patches of 4 x 4."""
+    net = torchvision.models.VisionTransformer(32, 4, 6, 6, 384, 1536, num_classes=OUTPUTS)
+    nn.init.xavier_uniform_(net.heads.head.weight)  # torchvision's are zero, and a zero has no direction
+    return net
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 256), nn.ReLU(), nn.Linear(256, OUTPUTS)),
     "resnet18": resnet18,
-    "vit": lambda: torchvision.models.VisionTransformer(32, 4, 6, 6, 384, 1536, num_classes=OUTPUTS),
+    "vit": vit_s,
 }
 
 

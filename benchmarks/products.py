@@ -32,7 +32,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 """A loss of pairs and a loss of anchors."""
 POINTS = {"mlp": (256, 2048, 16_384), "resnet18": (256,), "vit": (256,), "minilm": (256,)}
 """Of the large networks, one graph of more points does not fit into memory."""
-TITLES = {"mlp": "MLP", "resnet18": "ResNet-18", "vit": "ViT-S", "minilm": "MiniLM"}
+TITLES = {"mlp": "MLP", "resnet18": "ResNet-18", "vit": "ViT-S, 6 layers", "minilm": "MiniLM"}
 
 
 class MiniLM(nn.Module):

@@ -237,78 +237,27 @@ def certified(
     """
     n, is_right = len(held), held.right
     right, score, _ = crossfitted(held.evidence, is_right, absent.evidence, RIGHT)
-    present, near, lacking = crossfitted(held.present, is_right, absent.present, PRESENT)
+    fitted = crossfitted(held.present, is_right, absent.present, PRESENT)
+    present, near, _ = fitted
     novelties, reasons = np.sort(held.novelty), {}
     known = np.full(n, True)
     if rates.false_alarms is not None:
         known = _p_value(novelties, held.novelty) > rates.false_alarms
         if 1 / (n + 1) > rates.false_alarms:
             reasons["false_alarms"] = f"no query is unknown: {_needs(rates.false_alarms, n)}"
-    limit = present_limit = math.inf
-    further: tuple[Regression, float] | None = None
-    nothing = False
-    statement = None
-    if (rate := rates.false_matches) is not None:
-        # With queries of new classes, those of classes taken out of the gallery count one by one.
-        usual = rates._replace(by_class=rates.by_class and unseen is None)
-
-        def largest_taken_out(lacking: _Numbers) -> float:
-            return _largest(usual, np.where(known, lacking, np.inf), held.classes)
-
-        above = near, lacking
-        if held.below is not None:
-            above = crossfitted(held.evidence, held.right, absent.evidence, PRESENT)[1:]
-        answered_above = float((above[0] <= largest_taken_out(above[1])).mean())
-        if isinstance(unseen, Ranks):
-            scores, of, new = unseen
-            largest = _largest(rates, scores, of)
-            k = math.floor(min(largest, 1) * n + 1e-9) if largest > 0 else 0
-            further = new, float(np.sort(new(held.present))[k - 1]) if k else -math.inf
-        elif unseen is not None:
-            told = rates.false_alarms is None or _p_value(novelties, unseen.novelty) > rates.false_alarms
-            may = told & _within(present(unseen.present), math.inf, None, unseen)
-            scores, of = np.where(may, present(unseen.present), np.inf), unseen.classes
-            present_limit = largest = _largest(rates, scores, of)
-        else:
-            scores, of = np.where(known, lacking, np.inf), held.classes
-            largest = _largest(rates, scores, of)
-        present_limit = min(present_limit, largest_taken_out(lacking))
-        c = len(np.unique(of))
-        average = (_by_class((scores <= largest) & np.isfinite(scores), of).sum() + 1) / (c + 1)
-        assumed = held.below is None and unseen is None
-        holds = HOLDS[2 if assumed else 0 if rates.by_class else 1]
-        statement = Statement(holds, c, average, answered_above)
-        if nothing := -math.inf in (present_limit, *(further or ())):
-            hint = _needs_classes(rate, c) if rates.by_class else _needs(rate, min(n, len(scores)))
-            reasons["false_matches"] = f"nothing is answered: {hint}"
+    present_limit, further, statement = math.inf, None, None
+    if rates.false_matches is not None:
+        present_limit, further, statement, why = _limits_of_present(rates, held, absent, unseen, fitted, known)
+        reasons |= {"false_matches": why} if why else {}
     has_class = _within(near, present_limit, further, held)
-    left = known & has_class
-    if rates.wrong_answers is not None and not nothing:
-        threshold = rates.threshold()
-        scores, correct = score[left], is_right[left]
-        try:
-            limit = threshold.fit(scores, correct).threshold
-            if feedback is not None:
-                limit = min(limit, ceiling)
-                answered = _within(present(feedback.present), present_limit, further, feedback)
-                scores = np.append(scores, right(feedback.evidence[answered]))
-                correct = np.append(correct, feedback.right[answered])
-                limit = threshold.fit(scores[scores <= limit], correct[scores <= limit]).threshold
-        except InputError:
-            scores, correct = scores[scores <= limit], correct[scores <= limit]
-            limit = -math.inf
-            found = f"{(~correct).sum():,} of the {len(correct):,} that the other rates let be answered are wrong"
-            times = _times(threshold, scores, correct)
-            hint = "It takes a larger rate, or a better encoder"
-            if not is_right.any():
-                hint = (
-                    "No match has the label of its query: does the gallery name or number its classes in the same way?"
-                )
-            elif times:
-                hint = f"It takes about {times * n:,} held-out queries like these, or a larger rate"
-            elif len(correct) < (least := threshold.least()):
-                hint = f"Even if no answer is wrong, it takes {least:,} of them, or a larger rate"
-            reasons["wrong_answers"] = f"nothing is answered: of {n:,} held-out queries, {found}. {hint}"
+    left, limit = known & has_class, math.inf
+    if rates.wrong_answers is not None and "false_matches" not in reasons:
+        answered = None
+        if feedback is not None:
+            inside = _within(present(feedback.present), present_limit, further, feedback)
+            answered = right(feedback.evidence[inside]), feedback.right[inside]
+        limit, why = _limit_of_right(rates, held, score[left], is_right[left], answered, ceiling)
+        reasons |= {"wrong_answers": why} if why else {}
     sides = {"wrong_answers": score > limit, "false_matches": ~has_class, "false_alarms": ~known}
     kept_back = {name: float(side.mean()) for name, side in sides.items()}
     share = float((left & (score <= limit)).mean())
@@ -317,6 +266,105 @@ def certified(
         right, limit, present, present_limit, further, novelties, rates.false_alarms, share, kept_back, reasons,
         in_gallery, statement,
     )  # fmt: skip
+
+
+def _limits_of_present(
+    rates: Rates,
+    held: Searched,
+    absent: Searched,
+    unseen: Searched | Ranks | None,
+    fitted: tuple[Regression, _Numbers, _Numbers],
+    known: NDArray[np.bool_],
+) -> tuple[float, tuple[Regression, float] | None, Statement, str | None]:
+    """Find the largest limits that keep the rate of false matches.
+
+    Args:
+        rates: See :func:`certified`, like ``held``, ``absent`` and ``unseen``.
+        held: N queries.
+        absent: See there.
+        unseen: See there.
+        fitted: The score that a class is in the gallery, and its values (N,) with and without the class.
+        known: Which held-out queries are not called unknown, (N,).
+
+    Returns:
+        The limit of the score, a further score with its limit if there are ranks, what holds, and why nothing is
+        answered, if so.
+    """
+    rate, (present, near, lacking) = rates.false_matches, fitted
+    assert rate is not None
+    # With queries of new classes, those of classes taken out of the gallery count one by one.
+    usual = rates._replace(by_class=rates.by_class and unseen is None)
+
+    def largest_taken_out(lacking: _Numbers) -> float:
+        return _largest(usual, np.where(known, lacking, np.inf), held.classes)
+
+    limit, further = largest_taken_out(lacking), None
+    if isinstance(unseen, Ranks):
+        scores, of, new = unseen
+        largest = _largest(rates, scores, of)
+        k = math.floor(min(largest, 1) * len(held) + 1e-9) if largest > 0 else 0
+        further = new, float(np.sort(new(held.present))[k - 1]) if k else -math.inf
+    elif unseen is not None:
+        told = rates.false_alarms is None or _p_value(np.sort(held.novelty), unseen.novelty) > rates.false_alarms
+        may = told & _within(present(unseen.present), math.inf, None, unseen)
+        scores, of = np.where(may, present(unseen.present), np.inf), unseen.classes
+        largest = _largest(rates, scores, of)
+        limit = min(limit, largest)
+    else:
+        scores, of, largest = np.where(known, lacking, np.inf), held.classes, limit
+    above = near, lacking
+    if held.below is not None:
+        above = crossfitted(held.evidence, held.right, absent.evidence, PRESENT)[1:]
+    answered_above = float((above[0] <= largest_taken_out(above[1])).mean())
+    c = len(np.unique(of))
+    average = (_by_class((scores <= largest) & np.isfinite(scores), of).sum() + 1) / (c + 1)
+    assumed = held.below is None and unseen is None
+    holds = HOLDS[2 if assumed else 0 if rates.by_class else 1]
+    why = None
+    if -math.inf in (limit, *(further or ())):
+        hint = _needs_classes(rate, c) if rates.by_class else _needs(rate, min(len(held), len(scores)))
+        why = f"nothing is answered: {hint}"
+    return limit, further, Statement(holds, c, average, answered_above), why
+
+
+def _limit_of_right(
+    rates: Rates,
+    held: Searched,
+    scores: _Numbers,
+    correct: NDArray[np.bool_],
+    answered: tuple[_Numbers, NDArray[np.bool_]] | None,
+    ceiling: float,
+) -> tuple[float, str | None]:
+    """Find the largest limit that keeps the rate of wrong answers, and say why it lets nothing pass, if so.
+
+    Args:
+        rates: See :func:`certified`, like ``ceiling``.
+        held: N queries.
+        scores: Of the queries that the other rates let be answered, (M,).
+        correct: Whether their matches are right, (M,).
+        answered: Scores and right matches of the feedback.
+        ceiling: See there.
+    """
+    threshold, limit, n = rates.threshold(), math.inf, len(held)
+    try:
+        limit = threshold.fit(scores, correct).threshold
+        if answered is not None:
+            limit = min(limit, ceiling)
+            scores, correct = np.append(scores, answered[0]), np.append(correct, answered[1])
+            limit = threshold.fit(scores[scores <= limit], correct[scores <= limit]).threshold
+    except InputError:
+        scores, correct = scores[scores <= limit], correct[scores <= limit]
+        times = _times(threshold, scores, correct)
+        hint = "It takes a larger rate, or a better encoder"
+        if not held.right.any():
+            hint = "No match has the label of its query: does the gallery name or number its classes in the same way?"
+        elif times:
+            hint = f"It takes about {times * n:,} held-out queries like these, or a larger rate"
+        elif len(correct) < (least := threshold.least()):
+            hint = f"Even if no answer is wrong, it takes {least:,} of them, or a larger rate"
+        found = f"{(~correct).sum():,} of the {len(correct):,} that the other rates let be answered are wrong"
+        return -math.inf, f"nothing is answered: of {n:,} held-out queries, {found}. {hint}"
+    return limit, None
 
 
 def crossfitted(
