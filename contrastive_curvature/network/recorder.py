@@ -129,7 +129,7 @@ class Recorder(TorchFunctionMode):
     Attributes:
         uses: Uses of the parameters, in the order of the calls.
         unknown: Numbers of the parameters used by a function without a rule, or by a function inside another one.
-        in_place: Whether every function keeps each point in its place, in front.
+        keeps_points: Whether every function keeps each point in its place, in front.
     """
 
     def __init__(self, parameters: list[Tensor], lookups: frozenset[int] = frozenset()) -> None:
@@ -141,12 +141,12 @@ class Recorder(TorchFunctionMode):
         self._uses_of: Counter[int] = Counter()
         self.uses: list[ParameterUse] = []
         self.unknown: set[int] = set()
-        self.in_place = True
+        self.keeps_points = True
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run a function, and record its use of the parameters."""
         kwargs = kwargs or {}
-        self.in_place = self.in_place and _keeps_points(func, args, kwargs)
+        self.keeps_points = self.keeps_points and _keeps_points(func, args, kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return _ATTENTION(*args, **kwargs)
@@ -170,7 +170,7 @@ class Recorder(TorchFunctionMode):
 
         Autograd's graph shows the uses that the mode cannot see, in a script or in another thread.
         """
-        if not self.in_place or self.unknown or z.grad_fn is None:
+        if not self.keeps_points or self.unknown or z.grad_fn is None:
             return False
         uses, stack, seen = Counter(self._uses_of), [z.grad_fn], set[Any]()
         while stack:
