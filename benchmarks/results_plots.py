@@ -126,11 +126,7 @@ def plot_products(folder: Path) -> Figure:
     """Products with the GGN and the Hessian, and what precedes the first, in gradients of the same loss."""
     figure, (axes,) = subplots(7, 3.8)
     cases = _read(folder, "products.json")["cases"]
-    bars = {
-        "before": "before the first product",
-        "ggn": "a product: GGN",
-        "hessian": "with the Hessian, autograd",
-    }
+    bars = {"before": "before the first product", "ggn": "product with the GGN", "hessian": "Hessian by autograd"}
     for (name, title), colour, shift in zip(bars.items(), COLOURS, (-0.26, 0, 0.26), strict=False):
         units = [case["seconds"][name] / case["seconds"]["gradient"] for case in cases]
         axes.barh([place + shift for place in range(len(cases))], units, height=0.24, color=colour, label=title)

@@ -95,7 +95,7 @@ class ModulePullback(Pullback):
 
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Pullback.jvp`."""
-        z, moved = self._reverse_mode(x, v[None])
+        z, moved = self.jvps(x, v[None])
         return z, moved[0]
 
     def jvps(self, x: Inputs, directions: Tensor) -> tuple[Tensor, Tensor]:

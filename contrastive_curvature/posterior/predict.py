@@ -270,9 +270,9 @@ def _sampled_gaussian(
     posterior: Posterior, read: LinearizedEncoder, x: Any, count: int, generator: torch.Generator | None
 ) -> EmbeddingDistribution:
     """Return :func:`gaussian` with covariances from samples: no Jacobian is formed."""
-    x, mean, parts = moved_inputs(read.model, x, read.device), posterior.fitted.mean, []
-    for step in _steps(count, mean.numel()):
-        z, moved = read.moved(x, posterior.sample(step, generator) - mean)
+    x, parts = moved_inputs(read.model, x, read.device), []
+    for step in _steps(count, posterior.fitted.mean.numel()):
+        z, moved = read.moved(x, posterior.moves(step, generator))
         parts.append(moved)
     check_outputs(x, z, posterior.fitted.dim)
     return EmbeddingDistribution.trusted(z, Deviations(torch.cat(parts).transpose(0, 1)))

@@ -197,14 +197,14 @@ class Posterior:
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw all trainable weights, shape (S, P)."""
+        return self.fitted.mean + self.moves(count, generator)
+
+    def moves(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw how far all trainable weights are from their mean, shape (S, P)."""
         mean, places, width = self.fitted.mean, self.fitted.subnetwork, sum(self.fitted.sizes)
         noise = torch.randn(count, width, dtype=mean.dtype, device=mean.device, generator=generator)
         shift = self.fitted.clamped.sample(noise, *self.scales)
-        if places is None:
-            return mean + shift
-        weights = mean.repeat(count, 1)
-        weights[:, places] += shift
-        return weights
+        return shift if places is None else mean.new_zeros(count, len(mean)).index_copy(1, places, shift)
 
     @property
     def at_features(self) -> AtFeatures:

@@ -139,13 +139,12 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         """Return ``J^T H J v`` of the whole data set for K columns ``v``, shape (P, K)."""
         wanted, moved, start = "the same points in the same order in every pass", [], 0
         for number, x in enumerate(self._inputs()):
-            products = [self._pullback.jvp(x, column) for column in columns.T]
-            z = products[0][0]
+            z, tangents = self._pullback.jvps(x, columns.T)
             known = self.hessian.z[start : start + len(z)]
             if known.shape != z.shape or not torch.allclose(z, known, 1e-3, 1e-5 * float(known.abs().max())):
                 hint = "Every product is a pass over the data: build the loader with shuffle=False and no augmentation."
                 raise InputError("data", wanted, "others", hint)
-            moved.append(torch.stack([tangent for _, tangent in products], dim=2))
+            moved.append(tangents.movedim(0, 2))
             if bool(columns.isfinite().all()) and not bool(moved[-1].isfinite().all()):
                 # The Jacobian overflows; its rows show in which layer.
                 axes = torch.ones_like(z).unsqueeze(1)
