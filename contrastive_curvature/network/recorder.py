@@ -281,18 +281,19 @@ def _keeps_points(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     if func in _ROW_BY_ROW:
         return True
     if func in (F.batch_norm, F.dropout):
-        place = 5 if func is F.batch_norm else 2
-        return (args[place] if len(args) > place else kwargs.get("training", func is F.dropout)) is False
+        return kwargs.get("training") is False  # torch names the options when it hands a call to a mode
     if func in (torch.flatten, Tensor.flatten):
         return (args[1] if len(args) > 1 else kwargs.get("start_dim", 0)) > 0
     if func in _ALONG_AN_AXIS:
-        return kwargs.get("dim", 1 if func is F.normalize else None) in (1, -1)
+        return kwargs.get("dim") in (1, -1)
     if func is Tensor.__getitem__:
         # The first columns of the outputs, as the encoder takes them.
         return isinstance(args[1], tuple) and [type(part) for part in args[1]] == [type(...), slice]
+    if func not in _ENTRY_BY_ENTRY:
+        return False
     # Of two tensors of other shapes, one may repeat its points along another axis.
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    return func in _ENTRY_BY_ENTRY and len({(t.ndim, t.shape[:1]) for t in tensors}) == 1
+    return len({(t.ndim, t.shape[:1]) for t in tensors}) == 1
 
 
 # Without torch's override, the function's body runs under the mode, which then sees the calls inside.

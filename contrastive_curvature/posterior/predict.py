@@ -142,17 +142,13 @@ class LinearizedEncoder:
         with evaluation_mode(self.model), torch.set_grad_enabled(self.keeps_graph):
             return ModulePullback(self.backend.encoder(x)).jvps(x, moves)
 
-    def outputs_at(self, context: Any, theta: Tensor, mean: Tensor | None) -> Tensor:
-        """Return raw outputs (S, B, D) at weights (S, P): of the encoder, or of its linearisation at the ``mean``."""
+    def outputs_at(self, context: Any, theta: Tensor) -> Tensor:
+        """Return raw outputs (S, B, D) of the encoder at weights (S, P)."""
         if self.last_layer:
-            # A linear layer is its own linearisation.
             layer = self.model.last_layer
             weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
             out = torch.einsum("bf,sdf->sbd", context, weight)
             return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
-        if mean is not None:
-            z, moved = self.moved(context, theta - mean)
-            return z + moved
         with evaluation_mode(self.model), torch.set_grad_enabled(self.keeps_graph):
             pullback = ModulePullback(self.backend.encoder(context))
             return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
@@ -310,10 +306,14 @@ def samples_at(
     linearized: bool,
 ) -> Tensor:
     """Return raw outputs (S, N, D) of S encoders with sampled weights, at the contexts of one or more batches."""
-    mean, chunked = posterior.fitted.mean, []
-    for step in _steps(count, mean.numel()):
-        theta = posterior.sample(step, generator)
-        outputs = [read.outputs_at(context, theta, mean if linearized else None) for context in contexts]
+    chunked = []
+    for step in _steps(count, posterior.fitted.mean.numel()):
+        if linearized and not read.last_layer:  # a linear layer is its own linearisation
+            moves = posterior.moves(step, generator)
+            outputs = [torch.add(*read.moved(context, moves)) for context in contexts]
+        else:
+            theta = posterior.sample(step, generator)
+            outputs = [read.outputs_at(context, theta) for context in contexts]
         chunked.append(torch.cat(outputs, dim=1))
     return torch.cat(chunked)
 
