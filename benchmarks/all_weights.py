@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from benchmarks.machine import describe, machine_line
+from benchmarks.machine import describe, machine_line, measure_time
 
 INPUTS, OUTPUTS, REPETITIONS = 16, 32, 5
 
@@ -49,13 +49,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def seconds(call: Callable[[], object], times: int) -> float:
-    """The fastest of several calls, in processor time."""
-    found = []
-    for _ in range(times):
-        start = time.process_time()
-        call()
-        found.append(time.process_time() - start)
-    return min(found)
+    """Return the processor time of the fastest of several calls."""
+    return measure_time(call, times)["cpu_seconds"]
 
 
 def points(n: int) -> tuple[Tensor, Tensor]:
