@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import length_hint
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -39,22 +39,25 @@ class Progress:
         self._start = time.monotonic()
 
     @contextmanager
-    def bar(self, desc: str, total: int | None, *, last: bool = True) -> Iterator[Any]:
-        """Yield a bar; the caller calls its ``update``. A log gets no line of a loop that is not the ``last`` one."""
+    def bar(self, desc: str, total: int | None, *, last: bool = True) -> Iterator[Callable[[int], object]]:
+        """Yield a function of a number of further steps. A log gets no line of a loop that is not the ``last`` one."""
         redraws = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel")
-        shown = self._show is not False
-        delay = 0.0 if self._show else max(0.0, _SHOW_AFTER - self._seconds())
-        with tqdm(desc=desc, total=total, disable=not (shown and redraws), delay=delay, leave=bool(self._show)) as bar:
-            yield bar
-        if shown and last and not redraws and (self._show or self._seconds() >= _SHOW_AFTER):
+        if self._show is not False and redraws:
+            delay = 0.0 if self._show else max(0.0, _SHOW_AFTER - self._seconds())
+            with tqdm(desc=desc, total=total, delay=delay, leave=bool(self._show)) as bar:
+                yield bar.update
+            return
+        # To make a bar that is not drawn takes as long as a small encoder.
+        yield lambda _: None
+        if self._show is not False and last and (self._show or self._seconds() >= _SHOW_AFTER):
             tqdm.write(f"{desc} done after {self._seconds():.0f} s", file=sys.stderr)
 
     def over(self, items: Iterable[_T], desc: str, *, last: bool = True) -> Iterator[_T]:
         """Iterate with a bar."""
-        with self.bar(desc, length_hint(items) or None, last=last) as bar:
+        with self.bar(desc, length_hint(items) or None, last=last) as advance:
             for item in items:
                 yield item
-                bar.update()
+                advance(1)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._start

@@ -268,7 +268,7 @@ MUTANTS = [
     M("held-out distances know their own inputs", "a fifth under the Gaussians of the others", "embedding/known.py",
       "rest = torch.cat([*folds[:number], *folds[number + 1 :]])", "rest = order", "embedding/test_known.py"),
     M("the other tail of novelty", "-log(1 - Phi(z))", "embedding/known.py",
-      "log_ndtr(-tails)", "log_ndtr(tails)", "embedding/test_known.py"),
+      "log_ndtr(below)", "log_ndtr(-below)", "embedding/test_known.py"),
     M("the other tail of an exported novelty", "-log(1 - Phi(z))", "io/serving/served_encoder.py",
       "tails > 0, -log_p", "tails < 0, -log_p", "embedding/test_known.py"),
     M("class means of the sample shrink the covariance", "rows within a class times sqrt(n / (n - 1))",

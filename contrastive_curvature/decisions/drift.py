@@ -121,7 +121,8 @@ class DriftMonitor:
         """
         if not isinstance(embedding, EmbeddingDistribution):
             raise InputTypeError("embedding", "a prediction la(x)", f"a {type(embedding).__name__}")
-        known = embedding._asked("p_value")
+        compared = embedding._asked("p_value")
+        known = compared.known
         if known.refusal is None and (known.reference is None or not known.reference.equals(self._known)):
             hint = "Make a new DriftMonitor(la): evidence against other calibration inputs is no longer evidence."
             wanted = "a prediction of the posterior and the calibration that the monitor began with"
@@ -129,7 +130,7 @@ class DriftMonitor:
         if missing := int(embedding.raw_mean.isnan().any(1).sum()):
             hint = "Leave them out: monitor.update(embedding[~embedding.uncertainty.isnan()])."
             raise InputError("embedding", "embeddings of valid inputs", f"{missing} rows of NaN", hint)
-        scores = known.scored(embedding).scores
+        scores = compared.scored(embedding).scores
         assert scores is not None
         self._take(scores.cpu().numpy())
         return self.drifted

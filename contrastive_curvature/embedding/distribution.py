@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.embedding.known import Known, check_alpha
+from contrastive_curvature.embedding.known import Comparison, check_alpha
 from contrastive_curvature.embedding.spread import DenseSpread, DiagonalSpread, Joint, Samples, Spread, taken
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.class_centres import ClassCentres, between_classes, same_centres
@@ -159,7 +160,7 @@ class EmbeddingDistribution:
         self.raw_mean, self.spread = raw_mean, spread
         self._has_invalid = False
         self._polar: tuple[bool, Polar] | None = None
-        self._known: Known | None = None
+        self._compared: Comparison | None = None
         self._typical_norm: float | None = None
         self._class_centres: ClassCentres | None = None
         return self
@@ -376,8 +377,8 @@ class EmbeddingDistribution:
             UnsupportedError: This is not a plain prediction ``la(x)``.
             NotFittedError: The posterior was not calibrated, and had no training inputs to compare with.
         """
-        self._known = self._asked("novelty").measured(self)
-        return self._known.novelty()
+        self._compared = self._asked("novelty").measured(self)
+        return self._compared.novelty()
 
     @property
     @_of_valid_rows
@@ -394,8 +395,8 @@ class EmbeddingDistribution:
             NotFittedError: When it made this prediction, the posterior was not calibrated and had no training inputs to
                 compare with, or was calibrated for another prior precision, temperature or encoder.
         """
-        self._known = self._asked("p_value").scored(self)
-        return self._known.p_value()
+        self._compared = self._asked("p_value").scored(self)
+        return self._compared.p_value()
 
     @_of_valid_rows
     def is_known(self, alpha: float = 0.01) -> Tensor:
@@ -414,9 +415,9 @@ class EmbeddingDistribution:
             NotFittedError: As for :attr:`p_value`.
         """
         check_alpha(alpha)
-        self._known = self._asked("is_known").scored(self)
-        self._known.check_alpha(alpha)
-        return self._known.p_value() > alpha
+        self._compared = self._asked("is_known").scored(self)
+        self._compared.known.check_alpha(alpha)
+        return self._compared.p_value() > alpha
 
     def to_pandas(self, mu: bool = False) -> Any:
         """Return a pandas table with one row for each embedding: ``embedding.to_pandas().describe()``.
@@ -439,7 +440,7 @@ class EmbeddingDistribution:
             import pandas as pd  # type: ignore[import-untyped]
         except ModuleNotFoundError:
             raise UnsupportedError("to_pandas", "the package pandas", "none installed", "pip install pandas") from None
-        names = ["uncertainty", "kappa", *([] if self._known is None else self._known.names)]
+        names = ["uncertainty", "kappa", *([] if self._compared is None else self._compared.known.names)]
         columns = {name: getattr(self, name) for name in names}
         if mu:
             columns |= {f"mu_{axis}": column for axis, column in enumerate(self.mu.T)}
@@ -447,28 +448,27 @@ class EmbeddingDistribution:
         wide = {name: c.detach().cpu().to(torch.promote_types(c.dtype, torch.float32)) for name, c in columns.items()}
         return pd.DataFrame({name: column.numpy() for name, column in wide.items()})
 
-    def _asked(self, question: str) -> Known:
-        if self._known is None:
+    def _asked(self, question: str) -> Comparison:
+        if self._compared is None:
             raise UnsupportedError(
                 f"{question}: only a plain prediction la(x) of a fitted posterior can be compared with known inputs. A "
                 "distribution that was built by hand, from samples or with joint=True or diagonal_output=True, and a "
                 "concatenation with one of these or of predictions of two states of a posterior cannot. Call "
                 f"la(x).{question}."
             )
-        return self._known
+        return self._compared
 
-    def _measured(self) -> Known | None:
-        """Return ``_known`` with the components of the embeddings."""
-        return self._known if self._known is None or self._known.empty else self._known.measured(self)
+    def _measured(self) -> Comparison | None:
+        """Return ``_compared`` with the components of the embeddings."""
+        return self._compared if self._compared is None or self._compared.known.empty else self._compared.measured(self)
 
-    def _fixed(self) -> Known | None:
-        """Return ``_known`` with all numbers computed."""
-        if self._known is None or not self._has_invalid:
-            return None if self._known is None else self._known.fixed(self)
+    def _fixed(self) -> Comparison | None:
+        """Return ``_compared`` with all numbers computed."""
+        if self._compared is None or not self._has_invalid:
+            return None if self._compared is None else self._compared.fixed(self)
         valid = ~self.raw_mean.isnan().any(1)
         good = self[valid]
-        known = good._asked("p_value").fixed(good)
-        return known.of_rows(torch.where(valid, valid.cumsum(0) - 1, -1))
+        return good._asked("p_value").fixed(good).of_rows(torch.where(valid, valid.cumsum(0) - 1, -1))
 
     def __len__(self) -> int:
         """Number B of embeddings."""
@@ -512,8 +512,8 @@ class EmbeddingDistribution:
 
     def _select(self, rows: Tensor) -> Self:
         """Return the embeddings with these numbers, int64, shape (N,); -1 is a row of NaN."""
-        known = None if self._known is None else self._known.of_rows(rows)
-        return self._changed(taken(self.raw_mean, rows), self.spread.rows(rows), known)
+        compared = None if self._compared is None else self._compared.of_rows(rows)
+        return self._changed(taken(self.raw_mean, rows), self.spread.rows(rows), compared)
 
     @classmethod
     def cat(cls, distributions: Sequence[EmbeddingDistribution]) -> EmbeddingDistribution:
@@ -559,10 +559,10 @@ class EmbeddingDistribution:
             if not same_centres(first._class_centres, part._class_centres):
                 hint = "The uncertainties of the parts were compared with different ones."
                 raise InputError(f"distributions[{number}]", "the class centres of the first", "others", hint)
-        scored = any(part._known is not None and part._known.scores is not None for part in parts)
-        known = Known.joined([part._fixed() if scored else part._measured() for part in parts])
+        scored = any(part._compared is not None and part._compared.scores is not None for part in parts)
+        compared = Comparison.joined([part._fixed() if scored else part._measured() for part in parts])
         mean = torch.cat([part.raw_mean for part in parts])
-        out = first._changed(mean, first.spread.cat([part.spread for part in others]), known)
+        out = first._changed(mean, first.spread.cat([part.spread for part in others]), compared)
         out._has_invalid = any(part._has_invalid for part in parts)
         return out
 
@@ -585,19 +585,19 @@ class EmbeddingDistribution:
             device, dtype = None, device
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise InputTypeError("dtype", "a floating-point dtype", f"{dtype!r}")
-        known = self._known if dtype in (None, self.raw_mean.dtype) else self._fixed()
+        compared = self._compared if dtype in (None, self.raw_mean.dtype) else self._fixed()
         mean = self.raw_mean.to(device=device, dtype=dtype)
-        known = None if known is None else known.to(mean.device)
-        return self._changed(mean, self.spread.to(mean.device, dtype), known)
+        compared = None if compared is None else compared.to(mean.device)
+        return self._changed(mean, self.spread.to(mean.device, dtype), compared)
 
     def cpu(self) -> Self:
         """Return the same distribution on the CPU."""
         return self.to("cpu")
 
-    def _changed(self, raw_mean: Tensor, spread: Spread, known: Known | None) -> Self:
+    def _changed(self, raw_mean: Tensor, spread: Spread, compared: Comparison | None) -> Self:
         out = type(self).__new__(type(self))
         out.__dict__.update(self.__dict__)
-        out.raw_mean, out.spread, out._known, out._polar = raw_mean, spread, known, None
+        out.raw_mean, out.spread, out._compared, out._polar = raw_mean, spread, compared, None
         return out
 
     def __repr__(self) -> str:
@@ -619,8 +619,9 @@ class EmbeddingDistribution:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle: the numbers for :attr:`p_value`, but no data of training inputs."""
-        known = self._fixed()
-        return {**self.__dict__, "_known": None if known is None else known.plain(), "_polar": None}
+        compared = self._fixed()
+        plain = None if compared is None else replace(compared, known=compared.known.plain())
+        return {**self.__dict__, "_compared": plain, "_polar": None}
 
 
 def with_invalid_rows(good: EmbeddingDistribution, valid: Tensor) -> EmbeddingDistribution:

@@ -61,9 +61,6 @@ _SHARE_FOR_SCALE = 3
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
-_CACHED = 2**17
-"""Features that are converted at once."""
-
 _AT_ONCE = 256
 """Training inputs of one prediction: a covariance for each of them has D^2 numbers."""
 
@@ -111,19 +108,20 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
         return torch.stack([first, torch.sub(spread, features, alpha=2), -norm], dim=1)
 
 
-def feature_norms(phi: Tensor) -> Tensor:
-    """Return the norms (B,) of features, float64."""
-    # In chunks that stay in the cache; the conversion within vector_norm is several times slower.
-    chunks = phi.split(max(1, _CACHED // max(1, phi.shape[1])))
-    return torch.cat([torch.linalg.vector_norm(rows.double(), dim=1) for rows in chunks])
+def unit_features(phi: Tensor) -> tuple[Tensor, Tensor]:
+    """Return features (B, F) divided by their norms, and the norms (B,), float64; zero remains zero."""
+    wide = phi.double()
+    norm = torch.linalg.vector_norm(wide, dim=1)
+    return wide / norm.clamp(min=_TINY).unsqueeze(1), norm
 
 
 def measure(embedding: EmbeddingDistribution, phi: Tensor | None, gaussians: TrainingGaussians | None) -> Tensor:
     """Return all components (B, K) of embeddings; known features (B, F) and known Gaussians add components."""
     if phi is None:
         return components(embedding)
-    values = components(embedding, feature_norms(phi))
-    return values if gaussians is None else torch.cat([values, gaussians(phi, embedding.raw_mean.detach())], dim=1)
+    units, norm = unit_features(phi)
+    values = components(embedding, norm)
+    return values if gaussians is None else torch.cat([values, gaussians(units, embedding.raw_mean.detach())], dim=1)
 
 
 def combine(standardised: Tensor) -> Tensor:
@@ -136,8 +134,8 @@ def combine(standardised: Tensor) -> Tensor:
 
     Source: R. A. Fisher, *Statistical Methods for Research Workers*, 4th ed., 1932, section 21.1.
     """
-    tails = torch.cat([standardised, -standardised[:, :1]], dim=1)
-    return (-2 * torch.special.log_ndtr(-tails).sum(1)).sqrt()
+    below = torch.cat([-standardised, standardised[:, :1]], dim=1)
+    return (-2 * torch.special.log_ndtr(below).sum(1)).sqrt()
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,7 @@ class TrainingGaussians:
 
         A class of one input says nothing about the spread within classes, and is left out.
         """
-        u = _units(features)
+        u, _ = unit_features(features)
         _, index, counts = classes.unique(return_inverse=True, return_counts=True)
         several, counts = counts > 1, counts.double()
         if int(several.sum()) < 2:
@@ -212,16 +210,16 @@ class TrainingGaussians:
         """Number of distances."""
         return 1 if self.basis is None else 2
 
-    def __call__(self, features: Tensor, outputs: Tensor) -> Tensor:
-        """Return the distances (B, 1) or (B, 2) of features (B, F) and outputs (B, D), float64."""
+    def __call__(self, u: Tensor, outputs: Tensor) -> Tensor:
+        """Return the distances (B, 1) or (B, 2) of :func:`unit_features` (B, F) and outputs (B, D), float64."""
         apart = outputs.to(self.centre) - self.centre
         squared = (apart @ self.axes).square() @ self.inside + self.outside * apart.square().sum(1)
         distances = [squared.clamp(min=_TINY, max=_HUGE).log()]
         if self.basis is not None:
-            u = _units(features.to(self.basis.device))
-            nearest = (u @ self.slopes.T + self.offsets).amin(1)  # type: ignore[union-attr, operator]
-            distances.append((u @ self.basis).square() @ self.weights + nearest)  # type: ignore[operator]
-        return torch.stack(distances, dim=1).to(features.device)
+            there = u.to(self.basis.device)
+            nearest = (there @ self.slopes.T + self.offsets).amin(1)  # type: ignore[union-attr, operator]
+            distances.append((there @ self.basis).square() @ self.weights + nearest)  # type: ignore[operator]
+        return torch.stack(distances, dim=1).to(u.device)
 
 
 def held_out_distances(features: Tensor, outputs: Tensor, classes: Tensor | None = None) -> Tensor:
@@ -230,14 +228,15 @@ def held_out_distances(features: Tensor, outputs: Tensor, classes: Tensor | None
     Inputs are nearer to Gaussians that were fitted to them than other inputs of the same kind are. If the other fifths
     have too few inputs of each class, the second distance is computed under the Gaussians of all inputs.
     """
-    distances = TrainingGaussians.of(features, outputs, classes)(features, outputs)
+    units, _ = unit_features(features)
+    distances = TrainingGaussians.of(features, outputs, classes)(units, outputs)
     # Sort by content, so that the order of the inputs does not matter. Seed 0 has already drawn the sample.
     order = point_keys(content_numbers(outputs), seed=1).argsort(stable=True).to(features.device)
     folds = order.chunk(_FOLDS)
     for number, fold in enumerate(folds):
         rest = torch.cat([*folds[:number], *folds[number + 1 :]])
         gaussians = TrainingGaussians.of(features[rest], outputs[rest], None if classes is None else classes[rest])
-        distances[fold, : gaussians.n_distances] = gaussians(features[fold], outputs[fold])
+        distances[fold, : gaussians.n_distances] = gaussians(units[fold], outputs[fold])
     return distances
 
 
@@ -274,12 +273,6 @@ class _Precision:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return (rows @ self.basis * self.weights) @ self.basis.T + self.rest * rows
-
-
-def _units(features: Tensor) -> Tensor:
-    """Return features (B, F) divided by their norms, float64; zero remains zero."""
-    wide = features.double()
-    return wide / wide.norm(dim=1, keepdim=True).clamp(min=_TINY)
 
 
 @dataclass(frozen=True)
@@ -488,7 +481,7 @@ class TrainingInputs:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Data about known inputs, frozen when the prediction was made; it holds no posterior.
+    """Data about known inputs under one state of a posterior; it holds no posterior.
 
     Attributes:
         reference: Calibration inputs; ``None`` if training inputs replace them, or if there are none.
@@ -499,10 +492,6 @@ class Known:
         names: Names of the attributes that give no warning.
         optimism: List with the warning for the first p-value against training inputs; all predictions share it.
         splits: Whether a calibration would standardise with a part of its inputs.
-        features: Features of the embeddings, shape (B, F); ``None`` once all numbers are computed.
-        values: Components (B, K) of the embeddings; ``None`` before :meth:`measured`.
-        scores: Scores that p-values compare, shape (B,); ``None`` before :meth:`scored`.
-        classes: Predicted classes (B,) as floating-point numbers, if p-values are by class.
     """
 
     reference: Reference | None = None
@@ -513,10 +502,6 @@ class Known:
     names: tuple[str, ...] = ()
     optimism: list[str] = field(default_factory=list)
     splits: bool = False
-    features: Tensor | None = None
-    values: Tensor | None = None
-    scores: Tensor | None = None
-    classes: Tensor | None = None
 
     @property
     def empty(self) -> bool:
@@ -528,60 +513,10 @@ class Known:
         """Known inputs that p-values compare with."""
         return self.reference if self.training is None else self.training.reference
 
-    def measured(self, embedding: EmbeddingDistribution) -> Known:
-        """Return a copy with the components of the embedding."""
-        if self.empty:
-            raise NotFittedError(str(self.refusal))
-        if self.values is not None:
-            return self
-        gaussians = self.gaussians if self.training is None else self.training.sample.gaussians
-        return replace(self, values=measure(embedding, self.features, gaussians))
-
-    def scored(self, embedding: EmbeddingDistribution) -> Known:
-        """Return a copy with the scores that p-values compare."""
-        if self.refusal is not None:
-            raise NotFittedError(self.refusal)
-        if self.scores is not None:
-            return self
-        score, known = self.score, self
-        if score is not None:
-            score.check(embedding)
-        if score is None or score.name == NOVELTY:
-            known = self.measured(embedding)
-            scores = known.novelty()
-        else:
-            scores = score.of(embedding)
-        return replace(known, scores=scores, classes=None if score is None else score.classes(embedding))
-
-    def fixed(self, embedding: EmbeddingDistribution) -> Known:
-        """Return a copy with all numbers computed, so that the embedding may be rounded or saved."""
-        known = self if self.empty else self.measured(embedding)
-        try:
-            known = known.scored(embedding)
-        except NotFittedError as error:
-            known = replace(known, refusal=str(error))
-        return replace(known, features=None)
-
     def plain(self) -> Known:
-        """Return a copy of :meth:`fixed` for a file: without features of training inputs and without a function."""
+        """Return a copy for a file: without features of training inputs and without a function."""
         numbers: dict[str, Any] = {"reference": self.compared, "optimism": list(self.optimism)}
         return replace(self, **numbers, gaussians=None, score=None, training=None)
-
-    def novelty(self) -> Tensor:
-        """Return the novelty (B,), once the embedding is measured."""
-        scale = self.reference if self.training is None else self.training.scale
-        assert scale is not None
-        assert self.values is not None
-        return scale.novelty(self.values)
-
-    def p_value(self) -> Tensor:
-        """Return the p-values (B,), once the embedding is scored."""
-        while self.optimism:
-            warnings.warn(self.optimism.pop(), OptimisticPValueWarning, stacklevel=4)
-        reference, scores = self.compared, self.scores
-        assert reference is not None
-        assert scores is not None
-        return reference.p_value(scores, None if self.classes is None else self.classes.long())
 
     def check_alpha(self, alpha: float) -> None:
         """Refuse a share that is smaller than all p-values."""
@@ -590,39 +525,108 @@ class Known:
         splits = self.splits and reference.score == NOVELTY
         check_alpha(alpha, reference.fewest, splits, reference.counts is not None)
 
-    def of_rows(self, rows: Tensor) -> Known:
-        """Return a copy for the selected embeddings; -1 is a row of NaN."""
-        return self._each(lambda value: taken(value, rows.to(value.device)))
-
-    def to(self, device: torch.device) -> Known:
-        """Return a copy on the device of the embedding."""
-        return self._each(lambda value: value.to(device))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Known:
-        numbers: dict[str, Any] = {name: getattr(self, name) for name in ("features", "values", "scores", "classes")}
-        numbers = {name: change(value) for name, value in numbers.items() if value is not None}
-        return replace(self, **numbers)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Known | None]) -> Known | None:
-        """Join measured parts for a concatenation; ``None`` if they compare with different inputs."""
-        first, known = parts[0], [part for part in parts if part is not None]
-        if first is None or len(known) < len(parts) or not all(first._agrees(part) for part in known):
-            return None
-
-        def together(name: str) -> Any:
-            values = [getattr(part, name) for part in known]
-            return None if any(value is None for value in values) else torch.cat(values)
-
-        refusal = next((part.refusal for part in known if part.refusal is not None), None)
-        # Features are dropped: all parts together may be a whole data set.
-        numbers: dict[str, Any] = {name: together(name) for name in ("values", "scores", "classes")}
-        return replace(first, refusal=refusal, features=None, **numbers)
-
-    def _agrees(self, other: Known) -> bool:
-        """Return whether both compare with the same inputs, even if loaded from two files."""
+    def agrees(self, other: Known) -> bool:
+        """Return whether both are of the same inputs, even if loaded from two files."""
         if self.training is not other.training:
             return False
         if self.reference is None or other.reference is None:
             return self.reference is other.reference and self.refusal == other.refusal
         return self.reference.equals(other.reference)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """B embeddings in comparison with known inputs.
+
+    Attributes:
+        known: The known inputs when the prediction was made.
+        features: Features of the embeddings, shape (B, F); ``None`` once all numbers are computed.
+        values: Components (B, K) of the embeddings; ``None`` before :meth:`measured`.
+        scores: Scores that p-values compare, shape (B,); ``None`` before :meth:`scored`.
+        classes: Predicted classes (B,) as floating-point numbers, if p-values are by class.
+    """
+
+    known: Known
+    features: Tensor | None = None
+    values: Tensor | None = None
+    scores: Tensor | None = None
+    classes: Tensor | None = None
+
+    def measured(self, embedding: EmbeddingDistribution) -> Comparison:
+        """Return a copy with the components of the embedding."""
+        known = self.known
+        if known.empty:
+            raise NotFittedError(str(known.refusal))
+        if self.values is not None:
+            return self
+        gaussians = known.gaussians if known.training is None else known.training.sample.gaussians
+        return replace(self, values=measure(embedding, self.features, gaussians))
+
+    def scored(self, embedding: EmbeddingDistribution) -> Comparison:
+        """Return a copy with the scores that p-values compare."""
+        if self.known.refusal is not None:
+            raise NotFittedError(self.known.refusal)
+        if self.scores is not None:
+            return self
+        score, made = self.known.score, self
+        if score is not None:
+            score.check(embedding)
+        if score is None or score.name == NOVELTY:
+            made = self.measured(embedding)
+            scores = made.novelty()
+        else:
+            scores = score.of(embedding)
+        return replace(made, scores=scores, classes=None if score is None else score.classes(embedding))
+
+    def fixed(self, embedding: EmbeddingDistribution) -> Comparison:
+        """Return a copy with all numbers computed, so that the embedding may be rounded or saved."""
+        made = self if self.known.empty else self.measured(embedding)
+        try:
+            made = made.scored(embedding)
+        except NotFittedError as error:
+            made = replace(made, known=replace(made.known, refusal=str(error)))
+        return replace(made, features=None)
+
+    def novelty(self) -> Tensor:
+        """Return the novelty (B,), once the embedding is measured."""
+        scale = self.known.reference if self.known.training is None else self.known.training.scale
+        assert scale is not None
+        assert self.values is not None
+        return scale.novelty(self.values)
+
+    def p_value(self) -> Tensor:
+        """Return the p-values (B,), once the embedding is scored."""
+        while self.known.optimism:
+            warnings.warn(self.known.optimism.pop(), OptimisticPValueWarning, stacklevel=4)
+        reference, scores = self.known.compared, self.scores
+        assert reference is not None
+        assert scores is not None
+        return reference.p_value(scores, None if self.classes is None else self.classes.long())
+
+    def of_rows(self, rows: Tensor) -> Comparison:
+        """Return a copy for the selected embeddings; -1 is a row of NaN."""
+        return self._each(lambda value: taken(value, rows.to(value.device)))
+
+    def to(self, device: torch.device) -> Comparison:
+        """Return a copy on the device of the embedding."""
+        return self._each(lambda value: value.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Comparison:
+        numbers = (self.features, self.values, self.scores, self.classes)
+        return Comparison(self.known, *(None if value is None else change(value) for value in numbers))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Comparison | None]) -> Comparison | None:
+        """Join measured parts for a concatenation; ``None`` if they compare with different inputs."""
+        first, made = parts[0], [part for part in parts if part is not None]
+        if first is None or len(made) < len(parts) or not all(first.known.agrees(part.known) for part in made):
+            return None
+
+        def together(name: str) -> Tensor | None:
+            values = [getattr(part, name) for part in made]
+            return None if any(value is None for value in values) else torch.cat(values)
+
+        refusal = next((part.known.refusal for part in made if part.known.refusal is not None), None)
+        # Features are dropped: all parts together may be a whole data set.
+        known = replace(first.known, refusal=refusal)
+        return cls(known, None, together("values"), together("scores"), together("classes"))

@@ -165,9 +165,9 @@ class Axes(Spread):
     A Kronecker-factored posterior of a last layer gives them.
 
     Attributes:
-        axes: ``U``, orthonormal columns, shape (D, D).
+        axes: ``U``, orthonormal columns, shape (D, D), float64.
         values: ``v``, not negative, shape (B, D).
-        common: ``C``, positive semidefinite, shape (D, D), or ``None`` for zero.
+        common: ``C``, positive semidefinite, shape (D, D), float64, or ``None`` for zero.
         dtype: Dtype of the covariances.
     """
 
@@ -182,15 +182,16 @@ class Axes(Spread):
     def covariance(self) -> Tensor:
         """Covariances, shape (B, D, D)."""
         with torch.autocast(self.values.device.type, enabled=False):
-            out = (self.axes * self.values.unsqueeze(1)) @ self.axes.T
-            return (out if self.common is None else out + self.common).to(self.dtype)
+            axes = self.axes.to(self.values)
+            out = (axes * self.values.unsqueeze(1)) @ axes.T
+            return (out if self.common is None else out + self.common.to(out)).to(self.dtype)
 
     @property
     def variance(self) -> Tensor:
         """Variances, shape (B, D)."""
         with torch.autocast(self.values.device.type, enabled=False):
-            out = self.values @ self.axes.square().T
-            return (out if self.common is None else out + self.common.diagonal()).to(self.dtype)
+            out = self.values @ self.axes.to(self.values).square().T
+            return (out if self.common is None else out + self.common.diagonal().to(out)).to(self.dtype)
 
     @override
     def finite(self) -> Tensor:
@@ -201,20 +202,19 @@ class Axes(Spread):
     @override
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         total = self.values.sum(1, dtype=torch.float64)
-        radial = (self.values * (u @ self.axes.double()).square()).sum(1)
+        radial = (self.values * (u @ self.axes).square()).sum(1)
         if self.common is None:
             return total, radial
-        common = self.common.double()
-        return total + common.diagonal().sum(), radial + ((u @ common) * u).sum(1)
+        return total + self.common.diagonal().sum(), radial + ((u @ self.common) * u).sum(1)
 
     @override
     def moments(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        axes, values = self.axes.double(), self.values.double()
+        axes, values = self.axes, self.values.double()
         trace, size = values.sum(1), torch.linalg.vector_norm(values, dim=1)
         product = (u @ axes * values) @ axes.T
         if self.common is None:
             return trace, size, product
-        common = self.common.double()
+        common = self.common
         square = size.square() + 2 * (values @ ((common @ axes) * axes).sum(0)) + common.square().sum()
         return trace + common.diagonal().sum(), square.sqrt(), product + u @ common
 

@@ -111,13 +111,13 @@ def with_sample(f: Fit, pairs: AllPairs, columns: list[_Placed], context: Any, p
 def streamed(f: Fit, pairs: AllPairs, passes: Passes) -> Structure | None:
     """Return all cross terms; a block of points i stays in memory during each pass over all points j."""
     total: Structure | None = None
-    with f.progress.bar("[cross terms]", total=pairs.n**2) as bar:
+    with f.progress.bar("[cross terms]", total=pairs.n**2) as advance:
         for block in _grouped(_tiles(f, pairs, passes)):
             for context, columns in _tiles(f, pairs, passes):
                 for row_context, rows in block:
                     cross = pairs.hessian.cross(rows, columns)
                     total = added(total, f.structure.cross(f.pullbacks[0], row_context, context, cross))
-                    bar.update(cross.y.numel())
+                    advance(cross.y.numel())
     return total
 
 

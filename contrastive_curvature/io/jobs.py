@@ -501,7 +501,7 @@ def _run(
     stored = [ray.put((posterior, work))]
     running = {task.remote(stored, part): part for part in parts}
     try:
-        with Progress(progress_bar).bar(f"[{name}]", len(parts)) as bar:
+        with Progress(progress_bar).bar(f"[{name}]", len(parts)) as advance:
             while running:
                 (done,), _ = ray.wait(list(running))
                 part = running.pop(done)
@@ -517,7 +517,7 @@ def _run(
                         "the rest is computed. A process that needs too much memory wants smaller batches, or more "
                         "num_cpus, so that fewer run at once."
                     ) from error
-                bar.update(1)
+                advance(1)
     finally:
         for task_of_part in running:
             ray.cancel(task_of_part, force=True)

@@ -11,12 +11,13 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from contrastive_curvature.errors import UnsupportedError
 
@@ -44,10 +45,12 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         for module in switched:
             _modes.setdefault(module, module.training)
         _callers.update(switched)
+    if not switched:
+        yield
+        return
     try:
-        if switched:
-            # Needed even if another thread has registered all of them: that thread may not have called eval() yet.
-            model.eval()
+        # Needed even if another thread has registered all of them: that thread may not have called eval() yet.
+        model.eval()
         yield
     finally:
         with _lock:
@@ -110,17 +113,22 @@ def watched(
         after: Called with module, positional arguments and output; may return another output.
     """
     OwnThreadHook.hide()
-    with ExitStack() as undo:
+    hooks: list[OwnThreadHook] = []
+    handles: list[RemovableHandle] = []
+    try:
         for module in modules:
-            for function, register in (
-                (before, lambda hook, m=module: m.register_forward_pre_hook(hook, with_kwargs=True)),
-                (after, module.register_forward_hook),
-            ):
-                if function is not None:
-                    hook = OwnThreadHook(function)
-                    undo.callback(hook.stop)
-                    undo.callback(register(hook).remove)
+            if before is not None:
+                hooks.append(OwnThreadHook(before))
+                handles.append(module.register_forward_pre_hook(hooks[-1], with_kwargs=True))
+            if after is not None:
+                hooks.append(OwnThreadHook(after))
+                handles.append(module.register_forward_hook(hooks[-1]))
         yield
+    finally:
+        for hook in hooks:
+            hook.stop()
+        for handle in handles:
+            handle.remove()
 
 
 def users_hooks(module: nn.Module) -> list[Any]:

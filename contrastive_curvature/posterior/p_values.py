@@ -26,9 +26,9 @@ from contrastive_curvature.embedding.known import (
     Reference,
     TrainingGaussians,
     TrainingInputs,
-    feature_norms,
     measure,
     split,
+    unit_features,
 )
 from contrastive_curvature.embedding.score import Score, made_up
 from contrastive_curvature.errors import InputError, NotFittedError
@@ -154,11 +154,12 @@ def present_calibration(posterior: Posterior, read: LinearizedEncoder) -> Calibr
 
 def _sketch(phi: Tensor) -> Tensor:
     """Return random projections of the directions of features (B, F), and the log norms; float64, shape (B, 9)."""
-    norm = feature_norms(phi).clamp(min=torch.finfo(torch.float64).tiny).unsqueeze(1)
+    units, norm = unit_features(phi)
     axes = torch.randn(
         phi.shape[1], _PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
     )
-    return torch.cat([phi.double() / norm @ axes.to(phi.device), norm.log()], dim=1)
+    logarithm = norm.clamp(min=torch.finfo(torch.float64).tiny).log()
+    return torch.cat([units @ axes.to(phi.device), logarithm.unsqueeze(1)], dim=1)
 
 
 def _share_fitted(sketches: Tensor, sample: Tensor, n_data: int) -> float:

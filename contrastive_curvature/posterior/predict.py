@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution, InvalidRowsError, with_invalid_rows
-from contrastive_curvature.embedding.known import TrainingSample
+from contrastive_curvature.embedding.known import Comparison, TrainingSample
 from contrastive_curvature.embedding.spread import DenseSpread, Deviations, DiagonalSpread, Joint, Spread
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.loop import DatasetCurvature
@@ -185,7 +185,7 @@ def embedding(
             known = posterior.known(read.fingerprint)
             # A copy, because features may be the inputs themselves, which the user may change.
             kept = None if features is None or known.empty else features.detach().clone()
-            out._known = known if kept is None else replace(known, features=kept)
+            out._compared = Comparison(known, kept)
         return out.relative_to(fitted.typical_norm, fitted.class_centres)
 
     def predict(rows: Any) -> EmbeddingDistribution:

@@ -43,7 +43,7 @@ def embedded(
     with torch.no_grad():
         for batch in results(posterior, posterior.model, inputs, argument, AT_ONCE, progress_bar, "[predict]"):
             uncertainty, novelty = (value.double().cpu().numpy() for value in (batch.uncertainty, batch.novelty))
-            parts.append(Embedded(normalize(batch.mu.float())[0], uncertainty, novelty))
+            parts.append(Embedded(batch.mu.float(), uncertainty, novelty))
     found = Embedded.cat(parts)[places]
     if not isinstance(model, Headed):
         return found

@@ -169,7 +169,7 @@ def evidence(
                 cosine.masked_fill_(of == without[rows, None].to(classes), -torch.inf)
             top, hits = cosine.topk(min(_HITS, k), dim=1)
             there, voters = top > -torch.inf, of.gather(1, hits)
-            other, far = cosine.masked_fill(of == voters[:, :1], -torch.inf).max(1)
+            other, far = cosine.masked_fill_(of == voters[:, :1], -torch.inf).max(1)
             if k == m or bool((there.all(1) & (other > -torch.inf)).all()):
                 break
             k = min(2 * k, m)
@@ -183,7 +183,7 @@ def evidence(
         # Of no hit at all, the mean is that of one hit at the largest distance.
         there[:, 0] = True
         mean = torch.where(there, apart[:, :-1], 0).sum(1) / n
-        nearest, average, others = (torch.log(value + FLOOR) for value in (apart[:, 0], mean, apart[:, -1]))
+        nearest, average, others = torch.stack([apart[:, 0], mean, apart[:, -1]]).add(FLOOR).log().unbind()
         columns.append(torch.stack([nearest, average, agree.double(), nearest - others], dim=1))
         matches.append(hits[:, 0] if at is None else at.gather(1, hits[:, :1])[:, 0])
     alone = np.log(np.stack([queries.uncertainty, queries.novelty], axis=1).clip(FLOOR))

@@ -42,12 +42,12 @@ class AxesAtFeatures:
     """Spread from Kronecker factors: variances ``along (Q^T phi)^2 + across |phi - Q Q^T phi|^2 + bias`` on axes.
 
     Attributes:
-        axes: Eigenvectors of the curvature factor as columns, shape (D, D).
+        axes: Eigenvectors of the curvature factor as columns, shape (D, D), float64.
         basis: ``Q``, eigenvectors of the input factor as columns, shape (F, R).
         along: Variances along each axis and each column of ``Q``, shape (D, R).
         across: Variances along each axis and perpendicular to ``Q``, shape (D,); ``None`` if ``Q`` is complete.
         bias: Variances of the bias along the axes, shape (D,), if the axes are also the eigenvectors of its block.
-        common: Covariance of the bias, shape (D, D), if its block has other eigenvectors.
+        common: Covariance of the bias, shape (D, D), float64, if its block has other eigenvectors.
     """
 
     axes: Tensor
@@ -62,12 +62,13 @@ class AxesAtFeatures:
         cls, axes: Tensor, basis: Tensor, along: Tensor, across: Tensor | None, bias: tuple[Tensor, Tensor] | None
     ) -> AxesAtFeatures:
         """Build the spread; ``bias`` holds the eigenvectors of the bias's block, and the variances along them."""
+        wide = axes.double()
         if bias is None:
-            return cls(axes, basis, along, across)
+            return cls(wide, basis, along, across)
         vectors, variances = bias[0], bias[1].to(axes)
         if torch.equal(vectors, axes):
-            return cls(axes, basis, along, across, variances)
-        return cls(axes, basis, along, across, None, (vectors * variances) @ vectors.T)
+            return cls(wide, basis, along, across, variances)
+        return cls(wide, basis, along, across, None, ((vectors * variances) @ vectors.T).double())
 
     @full_precision
     def __call__(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:

@@ -250,7 +250,7 @@ def test_components_are_finite_at_every_extreme(dtype: torch.dtype, common: bool
     most, least = min(torch.finfo(dtype).max, 1e150), max(torch.finfo(dtype).tiny, 1e-150)
     for size in (0.0, least, most / 8):
         values = torch.full((2, 3), size, dtype=dtype)
-        made = Axes(torch.eye(3, dtype=dtype), values, values[0].diag() if common else None, dtype)
+        made = Axes(torch.eye(3).double(), values, values[0].diag().double() if common else None, dtype)
         for length in (0.0, least, most / 4):
             z = torch.full((2, 3), length, dtype=dtype)
             assert components(cc.EmbeddingDistribution.trusted(z, made)).isfinite().all()
@@ -259,8 +259,8 @@ def test_components_are_finite_at_every_extreme(dtype: torch.dtype, common: bool
 def test_overflow_is_refused_where_an_entry_overflows() -> None:
     most = torch.finfo(torch.float32).max
     z = torch.ones(1, 3)
-    fine = Axes(torch.eye(3), torch.full((1, 3), 0.9 * most), None, torch.float32)
+    fine = Axes(torch.eye(3).double(), torch.full((1, 3), 0.9 * most), None, torch.float32)
     assert cc.EmbeddingDistribution.trusted(z, fine).covariance.isfinite().all()
     for bad in (torch.full((1, 3), torch.inf), torch.tensor([[1.0, torch.nan, 1.0]])):
         with pytest.raises(cc.InputError, match=r"covariance.*finite numbers"):
-            cc.EmbeddingDistribution.trusted(z, Axes(torch.eye(3), bad, None, torch.float32))
+            cc.EmbeddingDistribution.trusted(z, Axes(torch.eye(3).double(), bad, None, torch.float32))

@@ -22,6 +22,7 @@ from contrastive_curvature.embedding.known import (
     held_out_distances,
     points_needed,
     split,
+    unit_features,
 )
 from contrastive_curvature.embedding.spread import DenseSpread, DiagonalSpread
 from contrastive_curvature.io.serving import served_encoder as module
@@ -137,12 +138,14 @@ def test_class_gaussians_are_the_dense_ones(width: int, device: str) -> None:
     y[7] = 9
     z, out = x[:, :3] @ torch.diag(torch.tensor([3.0, 1.0, 0.1])) + 5, 7 * new[:, :3]
     gaussians = TrainingGaussians.of(x.to(device), z.to(device), y.to(device))
-    found = gaussians(new.to(device), out.to(device))
+    found = gaussians(unit_features(new.to(device))[0], out.to(device))
     assert (found.device.type, found.dtype) == (device, torch.float64)
     truth = torch.stack([dense_outputs(z, out), dense_distance(x, y, new)], 1)
     torch.testing.assert_close(found.cpu(), truth, rtol=1e-9, atol=1e-9)
     # Only the direction of features counts, and the rounding of float32 does not.
-    torch.testing.assert_close(gaussians(7 * new.to(device), out.to(device)), found, rtol=0, atol=3e-6)
+    torch.testing.assert_close(
+        gaussians(unit_features(7 * new.to(device))[0], out.to(device)), found, rtol=0, atol=3e-6
+    )
     held_out = held_out_distances(x.to(device), z.to(device), y.to(device)).cpu()
     mixed = torch.randperm(len(x), generator=generator)
     again = held_out_distances(x[mixed].to(device), z[mixed].to(device), y[mixed].to(device)).cpu()
@@ -153,7 +156,7 @@ def test_class_gaussians_are_the_dense_ones(width: int, device: str) -> None:
         torch.testing.assert_close(held_out[fold], torch.stack(truth_of_fold, 1), rtol=1e-9, atol=1e-9)
     # Two classes of two inputs: without any of them, one class.
     few, pairs = held_out_distances(x[:4], z[:4], y[:4] // 2), TrainingGaussians.of(x[:4], z[:4], y[:4] // 2)
-    assert torch.equal(few[:, 1], pairs(x[:4], z[:4])[:, 1])
+    assert torch.equal(few[:, 1], pairs(unit_features(x[:4])[0], z[:4])[:, 1])
     for one_class in (TrainingGaussians.of(x[:6], z, y[:6]), TrainingGaussians.of(x, z)):
         torch.testing.assert_close(one_class(new, out), truth[:, :1])
 
@@ -170,11 +173,11 @@ def test_wide_class_gaussians_keep_the_leading_axes() -> None:
     assert gaussians.basis.shape == (width, 128)
     # The rest of a sample is isotropic up to its noise.
     truth = torch.stack([dense_outputs(x, new), dense_distance(x, y, new)], 1)
-    torch.testing.assert_close(gaussians(new, new), truth, rtol=0.1, atol=0.05)
+    torch.testing.assert_close(gaussians(unit_features(new)[0], new), truth, rtol=0.1, atol=0.05)
     x[:, 5:] = 0
     many = torch.cat([new, 0 * new, x])
     for z in (x, 0 * x):
-        assert TrainingGaussians.of(x, z, y)(many, many).isfinite().all()
+        assert TrainingGaussians.of(x, z, y)(unit_features(many)[0], many).isfinite().all()
 
 
 @given(n=st.integers(1, 30).map(lambda k: 2 * k + 1), scale=st.sampled_from([0.1, 1.0, 40.0]))

@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.codec import sealed
-from contrastive_curvature.embedding.known import Reference, TrainingGaussians, components, held_out_distances
+from contrastive_curvature.embedding.known import (
+    Reference,
+    TrainingGaussians,
+    components,
+    held_out_distances,
+    unit_features,
+)
 from contrastive_curvature.fit.part_state import State
 from contrastive_curvature.laplace.state_dict import SEALED
 from contrastive_curvature.network import digest
@@ -67,7 +73,7 @@ def components_of(la: Any, x: Tensor, with_features: bool) -> Tensor:
     known, labels = map(torch.cat, zip(*training(device=x.device.type), strict=True))
     gaussians = TrainingGaussians.of(encoder[:3](known).detach(), encoder(known).detach(), labels)
     phi = encoder[:3](x).detach()
-    return torch.cat([components(out, phi.norm(dim=1)).detach(), gaussians(phi, out.raw_mean)], 1)
+    return torch.cat([components(out, phi.norm(dim=1)).detach(), gaussians(unit_features(phi)[0], out.raw_mean)], 1)
 
 
 def p_values_of(for_scale: Tensor, known: Tensor, new: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def last_layer() -> Callable[[str], Any]:
 def check(found: cc.EmbeddingDistribution, truth: cc.EmbeddingDistribution | None, bad: list[int]) -> None:
     """``found`` is ``truth`` in its rows, exactly, and NaN in the others."""
     good = [row for row in range(len(found)) if row not in bad]
-    for name in (*NAMES, *(("novelty", "p_value") if found[good]._known is not None or not good else ())):
+    for name in (*NAMES, *(("novelty", "p_value") if found[good]._compared is not None or not good else ())):
         value = getattr(found, name)
         assert bool(value[bad].isnan().all()), name
         if truth is not None:

@@ -7,6 +7,7 @@ from tables import each
 
 from contrastive_curvature import OptimisticPValueWarning, metrics
 from contrastive_curvature.apps.report import Data, Missing, evaluate, measure
+from contrastive_curvature.embedding.known import unit_features
 from contrastive_curvature.errors import InputError, InputTypeError
 
 
@@ -60,9 +61,8 @@ def test_numbers_are_those_of_the_metrics(device):
     for side, out in ((phi, known), (of_other, unknown)):
         cosines = torch.nn.functional.cosine_similarity(side[:, None], trained, dim=2)
         near = (2 - 2 * cosines).clamp(min=0).sqrt().sort().values[:, :10].mean(1).cpu()
-        distances = (
-            (la.posterior.calibration or la.posterior.fitted.training_sample).gaussians(side, out.raw_mean).cpu()
-        )
+        gaussians = (la.posterior.calibration or la.posterior.fitted.training_sample).gaussians
+        distances = gaussians(unit_features(side)[0], out.raw_mean).cpu()
         for name, values in zip(("mahalanobis_outputs", "mahalanobis_relative"), distances.T, strict=True):
             rivals.setdefault(name, []).append(values)
         rivals.setdefault("knn_features", []).append(near)

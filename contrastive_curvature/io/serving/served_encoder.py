@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from contrastive_curvature.embedding.distribution import turning_angle
-from contrastive_curvature.embedding.known import NOVELTY, TrainingGaussians
+from contrastive_curvature.embedding.known import NOVELTY, TrainingGaussians, unit_features
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.fit.class_centres import between_classes, nearest_ratio
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -253,10 +253,11 @@ class ScoreHead(nn.Module):
 
     def _novelty(self, spread: Tensor, length: Tensor, phi: Tensor, z: Tensor) -> Tensor:
         """Return the novelty from the logarithms of spread and norm; see :mod:`.known`."""
-        features = self._log(phi.double().square().sum(1).sqrt())
+        units, norm = unit_features(phi)
+        features = self._log(norm)
         components = torch.stack([spread - features, spread - 2 * features, -length], dim=1)
         if known := self._under("known_"):
-            components = torch.cat([components, TrainingGaussians(**known)(phi, z)], dim=1)
+            components = torch.cat([components, TrainingGaussians(**known)(units, z)], dim=1)
         return _combine((components - self._arrays["location"]) / self._arrays["scale"])
 
     def _p_value(self, score: Tensor, classes: Tensor | None) -> Tensor:
