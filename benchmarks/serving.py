@@ -1,11 +1,11 @@
 """What a prediction with all its scores takes beside a forward pass of the encoder, at batch size 1 too.
 
 A ResNet-18, a vision transformer (6 blocks of width 384, patches of 16 pixels) and an MLP (784-1024-1024-128), random
-weights, images of 64 x 64, and a small convolutional network on images of 28 x 28; 128 dimensions, the default
-posterior of the last layer, 8 class centres, 64 calibration inputs. "rank 64" keeps so many eigenvectors of the
-features instead of all 1,024. Beside the encoder alone in the same runtime, one thread, in turns: ``la(x)`` with all
-four scores read, and the export in torch (``torch.export``) and in onnxruntime. And one query of ``cc.Retriever``
-beside the encoder, the product with a gallery of 10,000 points and the ten nearest.
+weights, images of 64 x 64, and a small convolutional network on images of 28 x 28; 128 outputs, and 2,048 of "wide"
+(784-512-2048); the default posterior of the last layer, 8 class centres, 64 calibration inputs. "rank 64" keeps so many
+eigenvectors of the features instead of all 1,024. Beside the encoder alone in the same runtime, one thread, in turns:
+``la(x)`` with all four scores read, and the export in torch (``torch.export``) and in onnxruntime. And one query of
+``cc.Retriever`` beside the encoder, the product with a gallery of 10,000 points and the ten nearest.
 
     python -m benchmarks.serving [--quick]
 """
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from benchmarks.machine import Case, machine_line, measure_cases, table, take_turns
 
-NETWORKS = ("resnet18", "vit", "mlp", "mlp, rank 64", "cnn")
+NETWORKS = ("resnet18", "vit", "mlp", "mlp, rank 64", "cnn", "wide")
 BATCHES = (1, 32, 256)
 SECONDS = 8.0
 """For each network and batch size."""
@@ -53,6 +53,8 @@ def make_encoder(name: str, quick: bool = False) -> tuple[nn.Module, tuple[int, 
         first = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
         second = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
         return nn.Sequential(*first, *second, nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, 128)), (1, 28, 28)
+    if name == "wide":
+        return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 64 if quick else 2048)), (784,)
     width = 64 if quick else 1024
     layers = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 128)]
     return nn.Sequential(*layers), (784,)
