@@ -69,11 +69,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, Any, Any]:
-    """Skip a test that reaches our operator where laplace-torch 0.2 holds curvlinops 2, which has no base for it."""
+    """Skip a test that needs curvlinops 3, whose operators ours are made of, where laplace-torch holds curvlinops 2."""
     try:
         return (yield)
     except ImportError as error:
-        if "needs curvlinops 3" in str(error) and version("curvlinops-for-pytorch").startswith("2."):
+        if "curvlinops" in str(error) and version("curvlinops-for-pytorch").startswith("2."):
             pytest.skip(str(error))
         raise
 

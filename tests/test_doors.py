@@ -135,6 +135,8 @@ def test_a_device_returns_the_numbers_of_the_cpu(door: str, device: str, tmp_pat
 @pytest.mark.parametrize("door", DOORS)
 def test_no_default_of_torch_changes_the_numbers(door: str, tmp_path: Path) -> None:
     """What has no device would be made on ``meta``, where there are no numbers."""
+    if door == "retriever with a head" and torch.__version__ < (2, 7):
+        pytest.skip("torch's own Adam counts its steps on the default device")
     (tmp_path / "plain").mkdir()
     want = DOORS[door]("cpu", tmp_path / "plain")
     torch.set_default_dtype(torch.float64)
