@@ -761,6 +761,9 @@ class ContrastiveLaplace(ParametricLaplace):
             InputError: An option is unknown or malformed, an input has no finite output, or ``joint`` needs too much
                 memory.
             NotFittedError: Before ``fit``.
+
+        Warns:
+            UserWarning: The weights of the encoder have changed since the fit.
         """
         self.check_sampling(100 if n_samples is None else n_samples, generator)
         validate.choice("link_approx", link_approx, tuple(LinkApprox))

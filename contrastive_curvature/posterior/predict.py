@@ -8,6 +8,7 @@ diagonal ``Sigma`` may need no Jacobian (:meth:`~contrastive_curvature.network.p
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from contrastive_curvature.embedding.spread import DenseSpread, Deviations, Diag
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.network.digest import Watch
+from contrastive_curvature.network.digest import Watch, same_encoder
 from contrastive_curvature.network.encoder import (
     Features,
     at_least_float32,
@@ -48,6 +49,11 @@ JOINT_ELEMENTS = 2**32
 
 _POINTS_AT_ONCE = 16
 """Fewest inputs of one call of ``output_covariance``, which forms no Jacobian of all of them."""
+
+_CHANGED = (
+    "la(x): the weights of la.model have changed since the fit. The prediction joins the outputs of the new ones with "
+    "the curvature at the old ones. Call la.fit again."
+)
 
 OfJacobians = Callable[[Tensor], Tensor]
 """Covariances (C, A, A) of outputs, from Jacobians (C, A, P)."""
@@ -178,11 +184,13 @@ def embedding(
     ``networks`` encoders with sampled weights, or ``n_samples`` samples of the linearised encoder, replace the closed
     form. For the other arguments see :meth:`.ContrastiveLaplace.__call__`.
     """
-    fitted = posterior.fitted
+    fitted, encoder = posterior.fitted, read.fingerprint
+    if not same_encoder(fitted.encoder, encoder):
+        warnings.warn(_CHANGED, UserWarning, stacklevel=3)
 
     def finished(out: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
         if networks is None and n_samples is None and not joint and not diagonal:
-            known = posterior.known(read.fingerprint)
+            known = posterior.known(encoder)
             # A copy, because features may be the inputs themselves, which the user may change.
             kept = None if features is None or known.empty else features.detach().clone()
             out._compared = Comparison(known, kept)

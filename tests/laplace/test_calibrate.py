@@ -235,6 +235,7 @@ CHANGES = [_other_prior, _other_temperature, _weights, _exchanged_entries]
 CHANGES += [_statistics_of_a_layer, _step_of_a_fused_optimizer]
 
 
+@pytest.mark.filterwarnings("ignore:la.x.. the weights of la.model have changed")
 @covering(1, weights=["last_layer", "all"], change=CHANGES)
 def test_another_posterior_is_noticed(weights: str, change: Callable[[Any], None]) -> None:
     if change is _step_of_a_fused_optimizer:
@@ -252,6 +253,28 @@ def test_another_posterior_is_noticed(weights: str, change: Callable[[Any], None
     assert la(x).p_value.shape == (3,)
     with pytest.raises(cc.UnsupportedError, match="two states of a posterior"):
         _ = cc.EmbeddingDistribution.cat([before, la(x)]).p_value
+
+
+KINDS = [{}, {"pred_type": "nn", "n_samples": 3}, {"joint": True}, {"diagonal_output": True}]
+
+
+@covering(1, weights=["last_layer", "all"], change=CHANGES[:-1], options=KINDS)
+def test_a_prediction_says_that_the_weights_have_changed(
+    weights: str, change: Callable[[Any], None], options: dict[str, Any]
+) -> None:
+    la, x = fitted(weights, "diag"), inputs(3, 8)
+    la.prior_precision = torch.tensor([10.0, 0.1]) if weights == "last_layer" else 3.0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        la(x, **options)
+        assert not said
+        change(la)
+        la(x, **options)
+        assert len(said) == (change not in CHANGES[:2])
+        assert all("changed since the fit" in str(one.message) and one.filename == __file__ for one in said)
+        la.fit(training())
+        la(x, **options)
+        assert len(said) == (change not in CHANGES[:2])
 
 
 def _prior_in_place(la: Any) -> None:
@@ -352,6 +375,7 @@ def test_the_same_posterior_is_taken_for_it() -> None:
     assert torch.equal(la(x).p_value, p)
 
 
+@pytest.mark.filterwarnings("ignore:la.x.. the weights of la.model have changed")
 def test_training_inputs_of_other_weights_are_not_used() -> None:
     la = fitted()
     _weights(la)

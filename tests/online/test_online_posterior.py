@@ -107,6 +107,7 @@ def test_a_taken_posterior_is_saved_and_stays(structure: str, subset: str, tmp_p
     assert not torch.equal(diagonal(online.laplace()), before)
 
 
+@pytest.mark.filterwarnings("ignore:la.x.. the weights of la.model have changed")
 def test_it_is_the_encoder_of_the_user_and_not_a_copy_of_it(device: str) -> None:
     for subset in SUBSETS:
         encoder, x, labels = toy(device)

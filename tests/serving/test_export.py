@@ -78,6 +78,7 @@ def test_onnx(device: str, tmp_path: Path) -> None:
 
 
 @needs_onnx
+@pytest.mark.filterwarnings("ignore:la.x.. the weights of la.model have changed")
 def test_onnx_of_float64_and_of_outputs_that_have_no_scores(device: str, tmp_path: Path) -> None:
     body = nn.Sequential(nn.Linear(INPUTS, 7), nn.ReLU(), nn.Linear(7, 3, bias=False))
     la, path = fitted("kron", device=device, body=body), tmp_path / "model.onnx"
