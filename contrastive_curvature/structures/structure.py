@@ -195,6 +195,14 @@ class Clamped(ABC):
     def out_of(self, x: Tensor) -> Tensor:
         """Return ``B x`` (..., P) of rows (..., K) in the basis."""
 
+    def draw(self, noise: Tensor, deviations: Tensor) -> Tensor:
+        """Return rows (S, P) with the covariance ``B diag(deviations^2) B^T``, from standard normal numbers (S, P).
+
+        Here the numbers are turned into the basis too, so that a draw does not depend on the signs of eigenvectors and
+        on the basis of equal eigenvalues, which differ between machines.
+        """
+        return self.out_of(self.into(noise) * deviations)
+
     @abstractmethod
     def diagonal_of(self, values: Tensor) -> Tensor:
         """Return the diagonal of ``B diag(values) B^T``, shape (P,), for any values (K,)."""
@@ -237,8 +245,9 @@ class Clamped(ABC):
     def sample(self, noise: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
         """Return deviations from the mean (S, P) of the posterior, from standard normal numbers (S, P)."""
         basis, d, scale = self.against(prior)
-        moved = basis.into(noise.to(basis.dtype))
-        return (scale * basis.out_of(moved / basis.precision(d, factor).sqrt().to(moved))).to(noise)
+        drawn = basis.draw(noise.to(basis.dtype), basis.precision(d, factor).rsqrt().to(basis.dtype))
+        # A product with the number one would be a copy of all samples.
+        return (scale * drawn if isinstance(scale, Tensor) else drawn).to(noise)
 
     @full_precision
     def covariance(self, jacobians: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:

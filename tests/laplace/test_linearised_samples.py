@@ -135,3 +135,19 @@ def jacobian_of(encoder: nn.Module, x: Tensor) -> Tensor:
     params = list(encoder.parameters())
     rows = [torch.autograd.grad(out, params, retain_graph=True) for out in encoder(x)[0]]
     return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+
+
+def test_rounding_is_no_difference_between_forward_and_reverse_mode(device: str, monkeypatch: Any) -> None:
+    """Samples that move a million weights mostly where no input reaches, so that products are small sums of large."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(
+        nn.Conv1d(1, 8, 1), nn.Tanh(), nn.Flatten(), nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 3)
+    )
+    x, labels = torch.randn(16, 1, 32).to(device), (torch.arange(16) % 4).to(device)
+    la: Any = Laplace(
+        encoder.to(device), "contrastive", "all", "kron", prior_precision=1e-8, backend_kwargs={"pd_fix": "psd"}
+    )
+    la.fit([(x, labels)])
+    la.prior_precision = 1e-8
+    monkeypatch.setattr(ModulePullback, "_reverse_mode", lambda *_: pytest.fail("forward mode was given up"))
+    la(x, n_samples=20, generator=torch.Generator(device).manual_seed(0))
