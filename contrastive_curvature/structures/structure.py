@@ -241,13 +241,22 @@ class Clamped(ABC):
         basis, d, _ = self.against(prior.double())
         return (basis.times * (basis.precision(d, factor) / d).log()).sum().to(prior)
 
-    @full_precision
     def sample(self, noise: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
         """Return deviations from the mean (S, P) of the posterior, from standard normal numbers (S, P)."""
+        return self.sampler(prior, factor)(noise)
+
+    def sampler(self, prior: Tensor, factor: float | Tensor) -> Callable[[Tensor], Tensor]:
+        """Return :meth:`sample` as a function of the numbers alone, for several calls."""
         basis, d, scale = self.against(prior)
-        drawn = basis.draw(noise.to(basis.dtype), basis.precision(d, factor).rsqrt().to(basis.dtype))
-        # A product with the number one would be a copy of all samples.
-        return (scale * drawn if isinstance(scale, Tensor) else drawn).to(noise)
+        deviations = basis.precision(d, factor).rsqrt().to(basis.dtype)
+
+        @full_precision
+        def sample(noise: Tensor) -> Tensor:
+            drawn = basis.draw(noise.to(basis.dtype), deviations)
+            # A product with the number one would be a copy of all samples.
+            return (scale * drawn if isinstance(scale, Tensor) else drawn).to(noise)
+
+        return sample
 
     @full_precision
     def covariance(self, jacobians: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
