@@ -171,14 +171,14 @@ def render(results: Case) -> str:
             return format(case[key], form) if key in case else "–"
 
         forms = {"forward_seconds": ".3f", "fit": ".1f", "decomposition_seconds": ".1f", "sampled": ".0f"}
-        forms |= {"scatter": ".0%", "stated": ".0%", "exact": ".0f", "bias": "+.1%"}
+        forms |= {"scatter": ".1%", "stated": ".1%", "exact": ".0f", "bias": "+.1%"}
         times.append([*where, *(show(key, form) for key, form in forms.items())])
         if "memory" in case:
             used = case["memory"]
             ratios = [f"{used[key]:,.0f} ({used[key] / used['training']:.1f} ×)" for key in ("fit", "samples")]
             memory.append([*where, f"{case['weights'] / 1e6:.1f}", f"{used['training']:,.0f}", *ratios])
     text = (
-        f"`python -m benchmarks.all_weights`, {machine_line(results['machine'])}; one thread, processor time, "
+        f"`python -m benchmarks.all_weights --exact diag`, {machine_line(results['machine'])}; one thread, processor time, "
         f"{OUTPUTS} outputs, `psd`, `diag` with `mc_samples=1`. A fit of {POINTS} points in epochs of the same points, "
         f"without the eigenvalues, which are computed once, however many points there are. Predictions of {INPUTS} "
         f"inputs in forward passes: from {results['cases'][0]['samples']} samples of the linearised network with the "
@@ -194,7 +194,7 @@ def render(results: Case) -> str:
 
 
 def make_cases(given: argparse.Namespace) -> list[Case]:
-    same = {"samples": given.samples, "beside": given.exact or given.quick, "threads": 1}
+    same = {"samples": given.samples, "threads": 1}
     structures = [*given.structure, *([LAPLACE_TORCH] if given.laplace_torch or given.quick else [])]
     networks = ["mlp"] if given.quick else given.network
     return [
