@@ -178,14 +178,18 @@ def render(results: Case) -> str:
             ratios = [f"{used[key]:,.0f} ({used[key] / used['training']:.1f} ×)" for key in ("fit", "samples")]
             memory.append([*where, f"{case['weights'] / 1e6:.1f}", f"{used['training']:,.0f}", *ratios])
     text = (
-        f"`python -m benchmarks.all_weights --exact diag`, {machine_line(results['machine'])}; one thread, processor time, "
-        f"{OUTPUTS} outputs, `psd`, `diag` with `mc_samples=1`. A fit of {POINTS} points in epochs of the same points, "
-        f"without the eigenvalues, which are computed once, however many points there are. Predictions of {INPUTS} "
-        f"inputs in forward passes: from {results['cases'][0]['samples']} samples of the linearised network with the "
+        f"`python -m benchmarks.all_weights --exact diag`, {machine_line(results['machine'])}; one thread, "
+        f"processor time, {OUTPUTS} outputs, `psd`, `diag` with `mc_samples=1`. A fit of {POINTS} points in epochs of "
+        f"the same points, without the eigenvalues, which are computed once, however many points there are. "
+        f"Predictions of {INPUTS} inputs in forward passes: from {results['cases'][0]['samples']} samples "
+        "of the linearised network with the "
         f"scatter of `uncertainty` over {REPETITIONS} repetitions and the error that `uncertainty_error` states, and "
         "exact with the difference of the mean from it. `kron` leaves out tables of words and positions."
     )
-    beside = f"Memory in MiB above what is held before, of {INPUTS} inputs; a training step is one with Adam."
+    beside = (
+        f"Memory in MiB above what is held before: of training steps with Adam on {INPUTS} inputs, of the fit in "
+        f"batches of 32, which computes the eigenvalues too, and of the samples for {INPUTS} inputs."
+    )
     head = ["network", "structure", "forward, s", "fit, epochs", "eigenvalues, s", "samples, passes", "scatter"]
     head += ["stated", "exact, passes", "samples' mean"]
     of_memory = ["network", "structure", "weights, million", "training step", "fit", "samples"]
