@@ -15,12 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import BertConfig, BertModel
 
 import contrastive_curvature as cc
-from benchmarks.all_weights import NETWORKS, OUTPUTS
+from benchmarks.all_weights import NETWORKS, OUTPUTS, TITLES, points
 from benchmarks.machine import Case, finished, machine_line, measure_cases, table, take_turns
 from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
 
@@ -32,31 +31,14 @@ LOSSES: dict[str, Callable[[], Any]] = {
 """A loss of pairs and a loss of anchors."""
 POINTS = {"mlp": (256, 2048, 16_384), "resnet18": (256,), "vit": (256,), "minilm": (256,)}
 """Of the large networks, one graph of more points does not fit into memory."""
-TITLES = {"mlp": "MLP", "resnet18": "ResNet-18", "vit": "ViT-S, 6 layers", "minilm": "MiniLM"}
-
-
-class MiniLM(nn.Module):
-    """The network of all-MiniLM-L6-v2 with random weights, on 32 tokens, and a layer to the outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
-        self.bert = BertModel(BertConfig(**sizes, attn_implementation="eager"), add_pooling_layer=False)
-        self.last = nn.Linear(384, OUTPUTS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """See the class."""
-        out: Tensor = self.last(self.bert(tokens).last_hidden_state.mean(1))
-        return out
 
 
 def run_case(case: Case) -> Case:
     """Return the shortest times of a gradient, of what precedes the first product, and of the products."""
     torch.manual_seed(0)
     device, n, loss = case["device"], case["points"], LOSSES[case["loss"]]()
-    net = (MiniLM() if case["network"] == "minilm" else NETWORKS[case["network"]]()).eval().to(device)
-    x = torch.randint(1000, 20_000, (n, 32)) if case["network"] == "minilm" else torch.randn(n, 3, 32, 32)
-    x, labels = x.to(device), (torch.arange(n) % (n // 8)).to(device)
+    net, x = NETWORKS[case["network"]]().eval().to(device), points(case["network"], n)[0].to(device)
+    labels = (torch.arange(n) % (n // 8)).to(device)
     params = list(net.parameters())
     batches = list(zip(x.split(BATCH), labels.split(BATCH), strict=True))
     directions = [torch.randn_like(p) for p in params]

@@ -8,7 +8,7 @@ modules.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FunctionType
@@ -95,57 +95,81 @@ class ModulePullback(Pullback):
 
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Pullback.jvp`."""
-        z, moved = self.jvps(x, v[None])
+        z, moved = self.jvps(x, [v[None]])
         return z, moved[0]
 
-    def jvps(self, x: Inputs, directions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return raw outputs (N, D) and ``J v`` (S, N, D) for directions (S, P).
+    def jvps(self, x: Inputs, directions: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return raw outputs (N, D) and ``J v`` (S, N, D) for parts (s, P) of the directions, which are taken in turn.
 
-        In reverse mode, except for convolutions, where forward mode takes half the time: three forward passes a
-        direction. Some modules lack forward mode, and it ignores ``torch.no_grad()`` and the padding index of an
+        In reverse mode, except for convolutional networks, where forward mode takes half the time: three forward passes
+        a direction. Some modules lack forward mode, and it ignores ``torch.no_grad()`` and the padding index of an
         embedding, which reverse mode respects. So each product is compared with a reverse pass of a random cotangent;
-        where one differs, all are taken in reverse mode.
+        where one differs, it and those after it are taken in reverse mode.
         """
-        convolutions = any(isinstance(part, _ConvNd) for part in self.encoder.modules())
-        fast = convolutions and not torch.is_grad_enabled()
-        found = self._forward_mode(x, directions) if fast else None
-        return self._reverse_mode(x, directions) if found is None else found
+        convolutions, linear = (
+            sum(isinstance(part, kind) for part in self.encoder.modules()) for kind in (_ConvNd, nn.Linear)
+        )
+        # A transformer has one convolution, that of its patches.
+        fast = convolutions and convolutions >= linear and not torch.is_grad_enabled()
+        z, products = self._forward_mode(x) if fast else self._reverse_mode(x)
+        moved: list[Tensor] = []
+        for some in directions:
+            found = products(some)
+            if found is None:
+                z, products = self._reverse_mode(x)
+                found = products(some)
+            moved.append(found)  # type: ignore[arg-type]  # reverse mode never fails
+            del some  # before the next part is made
+        return z, torch.cat(moved)
 
-    def _forward_mode(self, x: Inputs, directions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return :meth:`jvps` by forward mode; ``None`` if it fails or differs from reverse mode."""
+    def _forward_mode(self, x: Inputs) -> tuple[Tensor, Callable[[Tensor], Tensor | None]]:
+        """Return raw outputs, and products by forward mode: ``None`` if it fails or differs from reverse mode."""
         z, params = self._graph(x)
-        v = random_like(z, seed=len(z))
-        pulled = torch.cat([g.flatten() for g in self._pull(z, params, v)])
+        sizes, v = [p.numel() for p in params], random_like(z, seed=len(z))
+        pulled = self._pull(z, params, v)
 
         def product(direction: Tensor) -> Tensor:
             moved: Tensor = torch.func.jvp(lambda at: self._at(x, at), (self.params,), (self._split(direction),))[1]
             return moved
 
-        try:
-            moved = torch.func.vmap(product, chunk_size=_DIRECTIONS_AT_ONCE)(directions)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            return None
-        # The standard deviation of a product with v is the norm.
-        apart = ((moved * v).sum((1, 2)) - directions @ pulled).abs()
-        right = apart <= rounding(z.dtype, z.device) * moved.flatten(1).norm(dim=1)
-        return (z.detach(), moved) if bool(right.all()) else None
+        def products(directions: Tensor) -> Tensor | None:
+            try:
+                if len(directions) == 1:
+                    moved = product(directions[0])[None]  # vmap would copy the direction
+                else:
+                    moved = torch.func.vmap(product, chunk_size=_DIRECTIONS_AT_ONCE)(directions)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                return None
+            parts = directions.split(sizes, dim=1)
+            # A matrix product would add up millions of numbers in turn, whose rounding hides that the two modes agree.
+            wanted = sum((part * g.flatten()).sum(1) for part, g in zip(parts, pulled, strict=True))
+            # The standard deviation of a product with v is the norm.
+            apart = ((moved * v).sum((1, 2)) - wanted).abs()
+            right = apart <= rounding(v.dtype, v.device) * moved.flatten(1).norm(dim=1)
+            return moved if bool(right.all()) else None
 
-    def _reverse_mode(self, x: Inputs, directions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return :meth:`jvps` as derivatives of one reverse pass with respect to its cotangent."""
+        return z.detach(), products
+
+    def _reverse_mode(self, x: Inputs) -> tuple[Tensor, Callable[[Tensor], Tensor | None]]:
+        """Return raw outputs, and products as derivatives of one reverse pass with respect to its cotangent."""
         keep_graph = torch.is_grad_enabled()
         z, params = self._graph(x)
         with torch.enable_grad():
             cotangents = torch.zeros_like(z, requires_grad=True)
             pulled = self._pull(z, params, cotangents, create_graph=True)
-        moved = [torch.zeros_like(z)] * len(directions)
-        if reached := {name: part for name, part in zip(self.params, pulled, strict=True) if part.requires_grad}:
+        reached = {name: part for name, part in zip(self.params, pulled, strict=True) if part.requires_grad}
+
+        def products(directions: Tensor) -> Tensor:
+            moved = [torch.zeros_like(z)] * len(directions)
             how: dict[str, Any] = {"retain_graph": True, "create_graph": keep_graph}
-            for s, v in enumerate(map(self._split, directions)):
+            for s, v in enumerate(map(self._split, directions if reached else [])):
                 along = [v[name] for name in reached]
                 (moved[s],) = torch.autograd.grad(list(reached.values()), cotangents, along, **how)
-        return (z, torch.stack(moved)) if keep_graph else (z.detach(), torch.stack(moved))
+            return torch.stack(moved)
+
+        return (z if keep_graph else z.detach()), products
 
     def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
         """See :meth:`Pullback.vjp_sum`; one reverse pass."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,8 +143,8 @@ class LinearizedEncoder:
         """Return the context of a batch on the encoder's device for :meth:`outputs_at`, once for all samples."""
         return self.features(x)[1] if self.last_layer else x
 
-    def moved(self, x: Inputs, moves: Tensor) -> tuple[Tensor, Tensor]:
-        """Return raw outputs (B, D) and how far moves of the weights (S, P) move those of the linearised encoder."""
+    def moved(self, x: Inputs, moves: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return raw outputs (B, D) and how far moves of the weights, parts (s, P), move the linearised encoder's."""
         with evaluation_mode(self.model), torch.set_grad_enabled(self.keeps_graph):
             return ModulePullback(self.backend.encoder(x)).jvps(x, moves)
 
@@ -274,17 +274,17 @@ def _sampled_gaussian(
     posterior: Posterior, read: LinearizedEncoder, x: Any, count: int, generator: torch.Generator | None
 ) -> EmbeddingDistribution:
     """Return :func:`gaussian` with covariances from samples: no Jacobian is formed."""
-    x, parts = moved_inputs(read.model, x, read.device), []
-    for step in _steps(count, posterior.fitted.mean.numel()):
-        z, moved = read.moved(x, posterior.moves(step, generator))
-        parts.append(moved)
+    x = moved_inputs(read.model, x, read.device)
+    # One network of ten million weights at a time, which keeps below what training holds of gradients and moments.
+    steps = _steps(count, posterior.fitted.mean.numel(), 2**24)
+    z, moved = read.moved(x, posterior.moves(steps, generator))
     check_outputs(x, z, posterior.fitted.dim)
-    return EmbeddingDistribution.trusted(z, Deviations(torch.cat(parts).transpose(0, 1)))
+    return EmbeddingDistribution.trusted(z, Deviations(moved.transpose(0, 1)))
 
 
-def _steps(count: int, width: int) -> list[int]:
+def _steps(count: int, width: int, numbers: int = 2**26) -> list[int]:
     """Return how many of ``count`` samples of ``width`` weights to draw at a time."""
-    step = max(1, 2**26 // width)
+    step = max(1, numbers // width)
     return [min(step, count - start) for start in range(0, count, step)]
 
 
@@ -315,12 +315,11 @@ def samples_at(
 ) -> Tensor:
     """Return raw outputs (S, N, D) of S encoders with sampled weights, at the contexts of one or more batches."""
     chunked = []
-    for step in _steps(count, posterior.fitted.mean.numel()):
+    for moves in posterior.moves(_steps(count, posterior.fitted.mean.numel()), generator):
         if linearized and not read.last_layer:  # a linear layer is its own linearisation
-            moves = posterior.moves(step, generator)
-            outputs = [torch.add(*read.moved(context, moves)) for context in contexts]
+            outputs = [torch.add(*read.moved(context, [moves])) for context in contexts]
         else:
-            theta = posterior.sample(step, generator)
+            theta = posterior.fitted.mean + moves
             outputs = [read.outputs_at(context, theta) for context in contexts]
         chunked.append(torch.cat(outputs, dim=1))
     return torch.cat(chunked)

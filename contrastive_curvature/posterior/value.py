@@ -9,6 +9,7 @@ changed in place.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -197,14 +198,18 @@ class Posterior:
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw all trainable weights, shape (S, P)."""
-        return self.fitted.mean + self.moves(count, generator)
+        return self.fitted.mean + next(self.moves([count], generator))
 
-    def moves(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw how far all trainable weights are from their mean, shape (S, P)."""
+    def moves(self, counts: Iterable[int], generator: torch.Generator | None = None) -> Iterator[Tensor]:
+        """Draw how far all trainable weights are from their mean, shape (S, P) for each count S in turn."""
         mean, places, width = self.fitted.mean, self.fitted.subnetwork, sum(self.fitted.sizes)
-        noise = torch.randn(count, width, dtype=mean.dtype, device=mean.device, generator=generator)
-        shift = self.fitted.clamped.sample(noise, *self.scales)
-        return shift if places is None else mean.new_zeros(count, len(mean)).index_copy(1, places, shift)
+        sample = self.fitted.clamped.sampler(*self.scales)
+
+        def drawn(count: int) -> Tensor:
+            shift = sample(torch.randn(count, width, dtype=mean.dtype, device=mean.device, generator=generator))
+            return shift if places is None else mean.new_zeros(count, len(mean)).index_copy(1, places, shift)
+
+        return map(drawn, counts)
 
     @property
     def at_features(self) -> AtFeatures:

@@ -7,6 +7,7 @@ largest curvature, which grows with ``1 / norm^2`` of the outputs. For short out
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -117,9 +118,9 @@ class ClampedDense(Clamped):
         return Against(replace(self, values=values.clamp(min=0), vectors=vectors), torch.ones_like(d), scale)
 
     @override
-    def sample(self, noise: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
+    def sampler(self, prior: Tensor, factor: float | Tensor) -> Callable[[Tensor], Tensor]:
         self.warn_of_rounding(prior, factor)
-        return super().sample(noise, prior, factor)
+        return super().sampler(prior, factor)
 
     @override
     def covariance(self, jacobians: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:

@@ -195,6 +195,14 @@ class Clamped(ABC):
     def out_of(self, x: Tensor) -> Tensor:
         """Return ``B x`` (..., P) of rows (..., K) in the basis."""
 
+    def draw(self, noise: Tensor, deviations: Tensor) -> Tensor:
+        """Return rows (S, P) with the covariance ``B diag(deviations^2) B^T``, from standard normal numbers (S, P).
+
+        Here the numbers are turned into the basis too, so that a draw does not depend on the signs of eigenvectors and
+        on the basis of equal eigenvalues, which differ between machines.
+        """
+        return self.out_of(self.into(noise) * deviations)
+
     @abstractmethod
     def diagonal_of(self, values: Tensor) -> Tensor:
         """Return the diagonal of ``B diag(values) B^T``, shape (P,), for any values (K,)."""
@@ -233,12 +241,23 @@ class Clamped(ABC):
         basis, d, _ = self.against(prior.double())
         return (basis.times * (basis.precision(d, factor) / d).log()).sum().to(prior)
 
-    @full_precision
     def sample(self, noise: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
         """Return deviations from the mean (S, P) of the posterior, from standard normal numbers (S, P)."""
+        return self.sampler(prior, factor)(noise)
+
+    @full_precision
+    def sampler(self, prior: Tensor, factor: float | Tensor) -> Callable[[Tensor], Tensor]:
+        """Return :meth:`sample` as a function of the numbers alone, for several calls."""
         basis, d, scale = self.against(prior)
-        moved = basis.into(noise.to(basis.dtype))
-        return (scale * basis.out_of(moved / basis.precision(d, factor).sqrt().to(moved))).to(noise)
+        deviations = basis.precision(d, factor).rsqrt().to(basis.dtype)
+
+        @full_precision
+        def sample(noise: Tensor) -> Tensor:
+            drawn = basis.draw(noise.to(basis.dtype), deviations)
+            # A product with the number one would be a copy of all samples.
+            return (scale * drawn if isinstance(scale, Tensor) else drawn).to(noise)
+
+        return sample
 
     @full_precision
     def covariance(self, jacobians: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:

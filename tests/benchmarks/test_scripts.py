@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from benchmarks import (
+    all_weights,
     backends,
     curvature,
     drift_delay,
@@ -40,7 +41,9 @@ WIDTH, DIM = 10, 4
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("script", [curvature, backends, fast_path, output_products, products, steps, serving])
+@pytest.mark.parametrize(
+    "script", [all_weights, curvature, backends, fast_path, output_products, products, steps, serving]
+)
 def test_a_script_of_cases_runs_in_small(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = script.__name__.split(".")[-1]
     script.main(["--quick", "--out", str(tmp_path)])
@@ -54,6 +57,9 @@ def test_a_script_of_cases_runs_in_small(script: Any, tmp_path: Path, capsys: py
         assert all("seconds" in case[fix] for case in cases for fix in backends.FIXES)
     if script is fast_path:
         assert all(("ratio" in case["psd"]) == (case["beside"] is not None) for case in cases)
+    if script is all_weights:
+        assert abs(cases[0]["scatter"] / cases[0]["stated"] - 1) < 0.5
+        assert min(cases[0]["memory"].values()) >= 0
     if script is steps:
         assert cases[0]["calls"]["deterministic"]["ratio"] == 1
         assert len(cases[0]["calls"]) == 11

@@ -135,3 +135,50 @@ def jacobian_of(encoder: nn.Module, x: Tensor) -> Tensor:
     params = list(encoder.parameters())
     rows = [torch.autograd.grad(out, params, retain_graph=True) for out in encoder(x)[0]]
     return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+
+
+def test_rounding_is_no_difference_between_forward_and_reverse_mode(device: str, monkeypatch: Any) -> None:
+    """Samples that move a million weights mostly where no input reaches, so that products are small sums of large."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(
+        nn.Conv1d(1, 8, 1),
+        nn.Conv1d(8, 8, 1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(256, 1024),
+        nn.Tanh(),
+        nn.Linear(1024, 3),
+    )
+    x, labels = torch.randn(16, 1, 32).to(device), (torch.arange(16) % 4).to(device)
+    la: Any = Laplace(
+        encoder.to(device), "contrastive", "all", "kron", prior_precision=1e-8, backend_kwargs={"pd_fix": "psd"}
+    )
+    la.fit([(x, labels)])
+    la.prior_precision = 1e-8
+    monkeypatch.setattr(ModulePullback, "_reverse_mode", lambda *_: pytest.fail("forward mode was given up"))
+    la(x, n_samples=20, generator=torch.Generator(device).manual_seed(0))
+
+
+def test_parts_of_the_directions_go_on_in_reverse_mode_after_a_difference(device: str, monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    encoder = Reading("as usual").double().to(device)
+    tokens = torch.randint(0, 5, (6, 3), generator=torch.Generator().manual_seed(1)).to(device)
+    pullback = ModulePullback(Laplace(encoder, "contrastive", "all", "diag").backend.encoder(tokens))
+    directions = torch.randn(S, pullback.n_params, dtype=torch.float64).to(device)
+    jacobians = torch.stack([jacobian_of(encoder, tokens[i : i + 1]) for i in range(6)])
+    allowed, used = iter([1e-9, -1.0]), []
+    monkeypatch.setattr("contrastive_curvature.network.module.rounding", lambda *_: used.append(0) or next(allowed))
+    with torch.no_grad():
+        z, moved = pullback.jvps(tokens, directions.split([1, 2, S - 3]))
+    torch.testing.assert_close(moved, torch.einsum("bdp,sp->sbd", jacobians, directions))
+    torch.testing.assert_close(z, encoder(tokens).detach())
+    assert len(used) == 2
+
+
+def test_a_network_of_linear_layers_with_a_convolution_takes_reverse_mode(device: str, monkeypatch: Any) -> None:
+    encoder = nn.Sequential(nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3)).to(device)
+    x = inputs(6, 1, device).float()[:, None]
+    pullback = ModulePullback(Laplace(encoder, "contrastive", "all", "diag").backend.encoder(x))
+    monkeypatch.setattr(ModulePullback, "_forward_mode", lambda *_: pytest.fail("twice as slow for a transformer"))
+    with torch.no_grad():
+        pullback.jvps(x, [torch.ones(1, pullback.n_params, device=device)])

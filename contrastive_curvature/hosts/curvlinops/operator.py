@@ -139,7 +139,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         """Return ``J^T H J v`` of the whole data set for K columns ``v``, shape (P, K)."""
         wanted, moved, start = "the same points in the same order in every pass", [], 0
         for number, x in enumerate(self._inputs()):
-            z, tangents = self._pullback.jvps(x, columns.T)
+            z, tangents = self._pullback.jvps(x, [columns.T])
             known = self.hessian.z[start : start + len(z)]
             if known.shape != z.shape or not torch.allclose(z, known, 1e-3, 1e-5 * float(known.abs().max())):
                 hint = "Every product is a pass over the data: build the loader with shuffle=False and no augmentation."
