@@ -245,7 +245,6 @@ class Clamped(ABC):
         """Return deviations from the mean (S, P) of the posterior, from standard normal numbers (S, P)."""
         return self.sampler(prior, factor)(noise)
 
-    @full_precision
     def sampler(self, prior: Tensor, factor: float | Tensor) -> Callable[[Tensor], Tensor]:
         """Return :meth:`sample` as a function of the numbers alone, for several calls."""
         basis, d, scale = self.against(prior)
