@@ -140,7 +140,7 @@ def make_online(encoder: nn.Module, probe: Tensor, how: dict[str, Any], **settin
     return OnlineLaplace(encoder, probe=probe, n_data=N_DATA, backend_kwargs=options, **settings)
 
 
-@pytest.mark.filterwarnings("ignore:.*K-FAC leaves")
+@pytest.mark.filterwarnings("ignore:.*K-FAC leaves", "ignore:.*no gradient reaches")
 @given(setup=setups(), source=st.sampled_from(("labels", "relation", "miner")))
 def test_a_step_is_equations_79_and_80(setup: Any, source: str, device: str) -> None:
     encoder, batches, how, settings = setup
