@@ -324,7 +324,7 @@ def run_training(
     scheduler = ExponentialLR(optimizer, math.exp(-protocol.decay))
     steps, best, chosen = 0, -1.0, None
     step.train()
-    with Progress(setting.progress).bar("[training]", setting.epochs * length_hint(batches) or None) as bar:
+    with Progress(setting.progress).bar("[training]", setting.epochs * length_hint(batches) or None) as advance:
         for _epoch in range(setting.epochs):
             for x, targets in batches:
                 steps += 1
@@ -334,7 +334,7 @@ def run_training(
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                bar.update()
+                advance(1)
             if not all(bool(parameter.isfinite().all()) for parameter in step.parameters()):
                 raise DivergenceError("a parameter is not finite.", steps)
             scheduler.step()

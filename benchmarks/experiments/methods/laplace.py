@@ -161,7 +161,7 @@ def sampled_embeddings(
     generator = torch.Generator(features.device).manual_seed(seed)
     dim, width = la.model.last_layer.weight.shape
     step = max(1, _CHUNK // max(dim * width, dim * len(features)))
-    with Progress(setting.progress).bar("[sampled networks]", n_samples) as bar:
+    with Progress(setting.progress).bar("[sampled networks]", n_samples) as advance:
         for start in range(0, n_samples, step):
             # Not around the yield: what comes between two samples is the caller's.
             with torch.no_grad():
@@ -171,4 +171,4 @@ def sampled_embeddings(
                 units = [training.unit(sample) for sample in raw.unbind(1)]
             for sample in units:
                 yield sample.float().cpu()
-                bar.update()
+                advance(1)
