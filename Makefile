@@ -29,8 +29,9 @@ demo: $(DEMO) ## the demonstration on digits: decisions, then every score; optio
 test: $(STAMP) lint typecheck ## lint, types and all tests that are not marked slow; pytest options go into ARGS="..."
 	$(ONE_THREAD) $(PY) -m pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile=ci $(ARGS)
 
-# The oracle, the contract, every source of a fit, towers, online, p-values, save, load, export and retriever; waits.
-ON_DEVICE := tests/laplace/test_contract.py::TestTorchFunc tests/losses/test_derivatives.py tests/test_doors.py \
+# The oracle, the contract, every source of a fit, towers, online, predictions, p-values, save, load, export, report and retriever; waits.
+ON_DEVICE := tests/laplace/test_contract.py::TestTorchFunc tests/losses/test_derivatives.py tests/losses/test_own_losses.py \
+  tests/test_doors.py tests/structures tests/laplace/test_laplace_predict.py tests/network/test_any_encoder_calls.py tests/report \
   $(addprefix tests/fit/test_,ggn.py anchor_fits.py dataset.py sampling.py waits.py) tests/towers tests/online/test_online_step.py \
   tests/embedding/test_known.py tests/embedding/test_embedding_rows.py tests/pretrained/test_pretrained_round_trip.py
 

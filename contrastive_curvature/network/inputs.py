@@ -206,7 +206,7 @@ def is_texts(x: Any) -> bool:
 
 
 def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
-    """Turn texts into inputs of the encoder; return other objects unchanged.
+    """Turn texts into inputs of the encoder, on its device; return other objects unchanged.
 
     The encoder's first module with a method ``preprocess`` or ``tokenize``, such as a sentence-transformers model,
     turns texts into a mapping.
@@ -230,4 +230,5 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
         got = f"a {type(out).__name__}" + (f" of {input_length(out)} points" if isinstance(out, Mapping) else "")
         wanted = f"a mapping of tensors with {len(x)} points from {type(owner).__name__}.{name}"
         raise InputError(argument, wanted, got)
-    return dict(out)
+    device = next((p.device for p in model.parameters()), None)
+    return dict(out) if device is None else move_inputs(out, device)

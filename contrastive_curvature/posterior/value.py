@@ -207,7 +207,9 @@ class Posterior:
 
         def drawn(count: int) -> Tensor:
             shift = sample(torch.randn(count, width, dtype=mean.dtype, device=mean.device, generator=generator))
-            return shift if places is None else mean.new_zeros(count, len(mean)).index_copy(1, places, shift)
+            if places is None:
+                return shift
+            return mean.new_zeros(count, len(mean)).index_copy(1, places.to(mean.device), shift)
 
         return map(drawn, counts)
 

@@ -43,7 +43,7 @@ def masks_of(n: int, labels: Tensor | None, pairs: Any = None) -> tuple[Tensor, 
     positive, negative = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
     masks, ends = _masks_or_ends(n, labels, pairs)
     for out, mask in zip((positive, negative), masks, strict=False):
-        out += mask.double() * (1 - torch.eye(n, dtype=torch.float64, device="cpu"))
+        out += mask.cpu().double() * (1 - torch.eye(n, dtype=torch.float64, device="cpu"))
     for sign, i, j in ends:
         for at in ((i, j), (j, i)):
             (positive if sign > 0 else negative)[at] += 1

@@ -70,7 +70,8 @@ def check(clamped: Clamped, room: tuple[str, ...]) -> None:
     delta = numbers(total, seed=2).to(matrix)
     assert close(clamped.diagonal(), matrix.diagonal())
     for prior in priors_of(clamped, room):
-        each = prior if len(prior) in (1, total) else prior.repeat_interleave(torch.tensor(clamped.sizes))
+        sizes = torch.tensor(clamped.sizes, device=prior.device)
+        each = prior if len(prior) in (1, total) else prior.repeat_interleave(sizes)
         each = each.expand(total)
         precision = FACTOR * matrix + each.diag()
         covariance = torch.linalg.inv(precision)
