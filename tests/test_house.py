@@ -8,6 +8,7 @@ from typing import NamedTuple
 from unittest.mock import create_autospec
 
 import checkout
+import mutants
 import pytest
 from page_code import run_blocks
 
@@ -160,3 +161,11 @@ def test_claims_of_robustness_name_tests_that_exist():
             (path,) = (ROOT / "tests").rglob(file)
             code = path.read_text(encoding="utf-8")
             assert not name or f"def {name}(" in code, f"{file} has no {name}"
+
+
+def test_every_mutant_has_its_place_and_its_tests() -> None:
+    for mutant in mutants.MUTANTS:
+        code = (ROOT / mutants.PACKAGE / mutant.file).read_text(encoding="utf-8")
+        assert code.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} has other code now"
+        missing = [name for name in mutant.targets.split() if not (ROOT / "tests" / name.partition("::")[0]).exists()]
+        assert not missing, f"{mutant.name}: no {missing}"
