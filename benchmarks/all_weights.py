@@ -179,7 +179,7 @@ def render(results: Case) -> str:
             ratios = [f"{used[key]:,.0f} ({used[key] / used['training']:.1f} ×)" for key in ("fit", "samples")]
             memory.append([*where, f"{case['weights'] / 1e6:.1f}", f"{used['training']:,.0f}", *ratios])
     text = (
-        f"`python -m benchmarks.all_weights --exact diag`, {machine_line(results['machine'])}; one thread, "
+        f"`python -m benchmarks.all_weights --exact diag kron`, {machine_line(results['machine'])}; one thread, "
         f"processor time, {OUTPUTS} outputs, `psd`, `diag` with `mc_samples=1`. A fit of {POINTS} points in epochs of "
         f"the same points, without the eigenvalues, which are computed once, however many points there are. "
         f"Predictions of {INPUTS} inputs in forward passes: from {results['cases'][0]['samples']} samples "
