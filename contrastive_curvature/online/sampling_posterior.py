@@ -131,7 +131,7 @@ class OnlinePosterior:
             precision = average_information(clamped.diagonal(), sizes, "scalar") / temperature
             check_prior("prior_precision", precision, precision.dtype, None)
         noise = torch.randn(n_samples, sum(sizes), dtype=precision.dtype, device=precision.device)
-        return clamped.sample(noise, precision, 1 / temperature)
+        return clamped.sampler(precision, 1 / temperature)(noise)
 
     def _mean_loss(self, cost: float) -> float:
         """Return the user's temperature; by default the mean loss of a point, or one if the loss is zero."""

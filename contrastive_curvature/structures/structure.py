@@ -241,12 +241,8 @@ class Clamped(ABC):
         basis, d, _ = self.against(prior.double())
         return (basis.times * (basis.precision(d, factor) / d).log()).sum().to(prior)
 
-    def sample(self, noise: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
-        """Return deviations from the mean (S, P) of the posterior, from standard normal numbers (S, P)."""
-        return self.sampler(prior, factor)(noise)
-
     def sampler(self, prior: Tensor, factor: float | Tensor) -> Callable[[Tensor], Tensor]:
-        """Return :meth:`sample` as a function of the numbers alone, for several calls."""
+        """Return the function from standard normal numbers (S, P) to deviations from the posterior's mean (S, P)."""
         basis, d, scale = self.against(prior)
         deviations = basis.precision(d, factor).rsqrt().to(basis.dtype)
 

@@ -75,7 +75,7 @@ def check(clamped: Clamped, room: tuple[str, ...]) -> None:
         each = each.expand(total)
         precision = FACTOR * matrix + each.diag()
         covariance = torch.linalg.inv(precision)
-        root = clamped.sample(torch.eye(total).to(matrix), prior, FACTOR)
+        root = clamped.sampler(prior, FACTOR)(torch.eye(total).to(matrix))
         assert close(root.T @ root, covariance)
         assert close(clamped.covariance(jacobians, prior, FACTOR), jacobians @ covariance @ jacobians.mT)
         assert close(clamped.square_norm(delta, prior, FACTOR), delta @ precision @ delta)
